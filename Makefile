@@ -1,0 +1,40 @@
+# Two commands start everything: `make demo` and `make test`. Each makes its own .venv on first use.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint types pytest clean
+
+help:  ## this list
+	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+demo: $(READY)  ## see the layer route, specialise and learn online (about ten seconds)
+	@$(BIN)/python examples/layer_tour.py
+
+test: lint types pytest  ## lint, types and the whole test suite
+
+lint: $(READY)  ## ruff and the import direction
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/lint-imports
+
+types: $(READY)  ## mypy
+	@$(BIN)/mypy
+
+pytest: $(READY)  ## the tests alone
+	@$(BIN)/python -m pytest -q
+
+clean:  ## remove .venv and every cache
+	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is written last: an interrupted set-up starts again instead of leaving half an environment.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Attractor needs Python 3.11 or newer; this is $$($(PYTHON) --version 2>&1). Try: make PYTHON=python3.12 demo"; exit 1; }
+	@echo "Setting up .venv (once; PyTorch is a large download) ..."
+	@$(PYTHON) -m venv .venv \
+	  || { echo "Could not create .venv: install your system's venv package (Debian, Ubuntu: python3-venv)"; exit 1; }
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@

@@ -1,0 +1,357 @@
+"""APN: the drop-in feed-forward layer. Parameters, initialisation, variants and routing statistics live here;
+the mathematics is in `attractor.ops`."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple, Self, overload
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attractor import ops
+from attractor.config import APNConfig, check_number, check_size
+
+ROLES = {
+    "prototypes": "prototypes",
+    "router_projection": "router",
+    "encoder": "encoder",
+    "gate_slope": "gates",
+    "gate_bias": "gates",
+    "decoder": "decoders",
+    "offset_in": "decoders",
+    "offset_out": "decoders",
+    "decoder_base": "base",
+    "norm.weight": "norm",
+    "norm.bias": "norm",
+}
+"""What each parameter is for. Rows of "prototypes", "gates" and "decoders" belong to one patch each;
+the other roles are shared by all patches."""
+PATCH_ROLES = ("prototypes", "gates", "decoders")
+LOCAL_ROLES = ("gates", "decoders")
+"""The ones that only tokens of their patch read; the router compares every token with every prototype."""
+
+
+def check_roles(roles: Iterable[str]) -> None:
+    if unknown := set(roles) - set(ROLES.values()):
+        raise ValueError(f"unknown roles {sorted(unknown)}; allowed: {sorted(set(ROLES.values()))}")
+
+
+class RoutingStats(NamedTuple):
+    """What the router did with a batch; leading shapes are the input's. `monitor` makes numbers of it."""
+
+    indices: Tensor  # (..., k) selected patches, best first; -1 where the input was not finite
+    weights: Tensor  # (..., k) routing weights; 0 for slots removed by patch dropout
+    confidence: Tensor  # (...) max_i s_i
+    balance: Tensor  # () usage-balance loss L_bal; add it to the loss to spread usage
+    entropy: Tensor  # () mean entropy of the routing weights, in nats; subtract it to soften routing
+    update_norm: Tensor  # (...) |APN(h)|
+    input_norm: Tensor  # (...) |h| as this layer saw it
+    num_patches: int
+
+
+class APN(nn.Module):
+    """Attractor Patch Network: maps (..., dim) to the update (..., dim) that the block adds to its input.
+
+    A router compares each token with `num_patches` prototypes and picks `top_k`; each picked patch decodes a
+    shared code of size `rank` through its own gate and decoder. Every option is described in `APNConfig`.
+
+    >>> layer = APN(64, num_patches=32, top_k=2, rank=8)
+    >>> tokens = torch.randn(4, 10, 64)
+    >>> tokens = tokens + layer(tokens)
+    >>> update, stats = layer(tokens, return_stats=True)
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        *,
+        num_patches: int = 256,
+        top_k: int = 4,
+        rank: int = 32,
+        temperature: float = 0.07,
+        scale: float = 1.0,
+        routing: str = "cosine",
+        init: str = "silu",
+        dropout: float = 0.0,
+        patch_dropout: float = 0.0,
+        gate: str = "vector",
+        decoder: str = "independent",
+        prototypes: str = "static",
+        layer_norm: bool = False,
+        routing_dim: int | None = None,
+        routing_groups: int = 1,
+        offset_rank: int | None = None,
+        num_layers: int = 1,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        given = locals()
+        check_size("dim", dim)
+        ops.check_backend(backend)
+        config = APNConfig(**{field.name: given[field.name] for field in dataclasses.fields(APNConfig)})
+        if dim % routing_groups:
+            raise ValueError(f"dim={dim} must be a multiple of routing_groups={routing_groups}")
+        if dtype is not None and not dtype.is_floating_point:
+            raise ValueError(f"dtype={dtype} must be a floating-point type")
+        self.dim = dim
+        self.config = config
+        self.backend = backend
+        self.scale_factor: Tensor | None
+        self.register_buffer("scale_factor", None, persistent=False)
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        self.router_projection: nn.Parameter | None = None
+        prototype_dim = dim
+        if config.prototypes == "contextual":
+            prototype_dim = config.routing_dim or max(2, dim // 4 // routing_groups) * routing_groups
+            self.router_projection = parameter(
+                routing_groups, dim // routing_groups, prototype_dim // routing_groups
+            )
+        self.prototypes = parameter(num_patches, prototype_dim)
+        self.encoder = parameter(dim, rank)
+        scalar = config.gate == "scalar"
+        self.gate_slope = None if scalar else parameter(num_patches, rank)
+        self.gate_bias = parameter(num_patches, 1 if scalar else rank)
+        self.decoder = self.decoder_base = self.offset_in = self.offset_out = None
+        if config.decoder == "shared":
+            inner = config.offset_rank or max(1, rank // 4)
+            self.decoder_base = parameter(rank, dim)
+            self.offset_in = parameter(num_patches, rank, inner)
+            self.offset_out = parameter(num_patches, inner, dim)
+        else:
+            self.decoder = parameter(num_patches, rank, dim)
+        self.norm = nn.LayerNorm(dim, device=device, dtype=dtype) if layer_norm else None
+        self.reset_parameters()
+
+    @classmethod
+    def from_config(
+        cls,
+        dim: int,
+        config: APNConfig,
+        *,
+        backend: str = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        return cls(dim, **dataclasses.asdict(config), backend=backend, device=device, dtype=dtype)
+
+    @property
+    def num_patches(self) -> int:
+        return self.prototypes.shape[0]
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """(Re)start every parameter. After building on the meta device: `to_empty`, then this."""
+        for name, parameter in self.named_parameters(recurse=False):
+            self._start(name, parameter)
+        if self.norm is not None:
+            self.norm.reset_parameters()
+        self.scale_factor = None
+
+    def _start(self, name: str, values: Tensor) -> None:
+        """First values of one parameter, or of some patches' rows of it."""
+        paper = self.config.init == "paper"
+        if name in ("gate_bias", "offset_out"):  # offsets at zero: every patch starts as the shared decoder
+            values.zero_()
+        elif name == "gate_slope" and not paper:
+            values.fill_(1)  # u * sigmoid(u): SiLU
+        elif name in ("prototypes", "gate_slope"):
+            values.normal_(std=0.02)
+        elif name == "encoder":
+            values.normal_(std=0.02 if paper else self.dim**-0.5)  # codes of unit variance
+        elif name in ("router_projection", "offset_in"):
+            values.normal_(std=values.shape[1] ** -0.5)
+        else:
+            assert name in ("decoder", "decoder_base"), name
+            values.normal_(std=0.02 / math.sqrt(2 * self.config.num_layers))
+
+    @overload
+    def forward(self, x: Tensor, *, return_stats: Literal[False] = False) -> Tensor: ...
+    @overload
+    def forward(self, x: Tensor, *, return_stats: Literal[True]) -> tuple[Tensor, RoutingStats]: ...
+    def forward(self, x: Tensor, *, return_stats: bool = False) -> Tensor | tuple[Tensor, RoutingStats]:
+        """The update for tokens x (..., dim); with `return_stats`, also what the router did."""
+        self._check_input(x)
+        tokens = x.reshape(-1, self.dim)
+        if self.norm is not None:
+            tokens = self._normalize(tokens, self.norm)
+        router: dict[str, Any] = {
+            "temperature": self.config.temperature,
+            "routing": self.config.routing,
+            "projection_gdm": self.router_projection,
+        }
+        output = ops.apn(
+            tokens,
+            self.prototypes,
+            self.encoder,
+            self.gate_slope,
+            self.gate_bias,
+            self.decoder if self.decoder is not None else self.offset_out,
+            **router,
+            top_k=self.config.top_k,
+            scale=self.config.scale if self.scale_factor is None else self.config.scale * self.scale_factor,
+            U0_rd=self.decoder_base,
+            A_Krq=self.offset_in,
+            keep_nk=self._draw_kept_slots(tokens),
+            backend=self.backend,
+        )
+        update = F.dropout(output.update, self.config.dropout, self.training).reshape(x.shape)
+        if not return_stats:
+            return update
+        leading = x.shape[:-1]
+        # 0 log 0 = 0: a slot that patch dropout removed adds nothing, and has no infinite gradient
+        token_entropy = -(output.weights * output.weights.masked_fill(output.weights == 0, 1).log()).sum(-1)
+        routed = (output.indices[:, 0] >= 0).sum().clamp(min=1)
+        stats = RoutingStats(
+            indices=output.indices.reshape(*leading, self.config.top_k),
+            weights=output.weights.reshape(*leading, self.config.top_k),
+            confidence=output.confidence.reshape(leading),
+            balance=ops.balance_loss(tokens, self.prototypes, **router),
+            entropy=token_entropy.sum() / routed,
+            update_norm=torch.linalg.vector_norm(output.update.detach(), dim=-1).reshape(leading),
+            input_norm=torch.linalg.vector_norm(x.detach(), dim=-1),
+            num_patches=self.num_patches,
+        )
+        return update, stats
+
+    def set_scale_factor(self, factor: float) -> None:
+        """Multiply `scale` by `factor` from now on: the warm-up of gamma. See `warmup_factor`.
+
+        The factor is a tensor that is written in place, so compiled graphs and CUDA graphs follow it. It is
+        part of no checkpoint: whoever owns the schedule sets it again.
+        """
+        check_number("factor", factor)
+        if self.scale_factor is None:
+            self.scale_factor = torch.ones((), device=self.prototypes.device, dtype=self.prototypes.dtype)
+        self.scale_factor.fill_(factor)
+
+    def parameters_of(self, *roles: str) -> Iterator[nn.Parameter]:
+        """Parameters by what they are for: the values of `ROLES`. To freeze a part, never match names."""
+        check_roles(roles)
+        return (parameter for name, parameter in self.named_parameters() if ROLES[name] in roles)
+
+    def patch_parameters(self) -> Iterator[nn.Parameter]:
+        """Gates and decoders: the leading axis is the patch."""
+        return self.parameters_of(*LOCAL_ROLES)
+
+    def router_parameters(self) -> Iterator[nn.Parameter]:
+        """Prototypes and, for contextual prototypes, their projection."""
+        return self.parameters_of("prototypes", "router")
+
+    @torch.no_grad()
+    def resize(self, num_patches: int) -> None:
+        """Change the number of patches: drop the last ones, or append silent ones.
+
+        Appended patches have zero decoders, so they add nothing themselves; but a token that selects one
+        gives it a share of the softmax that other patches had. Parameters become new objects: rebuild
+        optimizers.
+        """
+        self.config = dataclasses.replace(self.config, num_patches=num_patches)  # checks it as well
+        kept = min(num_patches, self.num_patches)
+        for name, old in list(self.named_parameters(recurse=False)):
+            if ROLES[name] not in PATCH_ROLES:
+                continue
+            new = old.new_empty(num_patches, *old.shape[1:])
+            new[:kept] = old[:kept]
+            if name in ("decoder", "offset_out"):
+                new[kept:] = 0
+            else:
+                self._start(name, new[kept:])
+            setattr(self, name, nn.Parameter(new, requires_grad=old.requires_grad))
+
+    def extra_repr(self) -> str:
+        defaults = APNConfig()
+        shown = ["num_patches", "top_k", "rank"]
+        shown += [
+            field.name
+            for field in dataclasses.fields(self.config)
+            if field.name not in shown and getattr(self.config, field.name) != getattr(defaults, field.name)
+        ]
+        parts = [f"{name}={getattr(self.config, name)!r}" for name in shown]
+        return ", ".join([str(self.dim), *parts, f"backend={self.backend!r}"])
+
+    def _check_input(self, x: Tensor) -> None:
+        if x.dim() == 0 or x.shape[-1] != self.dim:
+            raise ValueError(f"input of shape {tuple(x.shape)}: the last dimension must be dim={self.dim}")
+        if not x.is_floating_point():
+            raise ValueError(
+                f"input of dtype {x.dtype}: tokens must be floating point (embed integer ids first)"
+            )
+        if x.dtype != self.encoder.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(
+                f"input of dtype {x.dtype} for a layer of dtype {self.encoder.dtype}: "
+                "convert one of them, or run under torch.autocast"
+            )
+
+    def _normalize(self, tokens: Tensor, norm: nn.LayerNorm) -> Tensor:
+        """LayerNorm that keeps rows that are not finite out of its own gradients, and NaN for the router."""
+        finite = ops.finite_rows(tokens)
+        return norm(tokens.masked_fill(~finite, 0)).masked_fill(~finite, torch.nan)
+
+    def _draw_kept_slots(self, tokens: Tensor) -> Tensor | None:
+        """Patch dropout: each slot goes with probability p; the slot with the largest draw always stays."""
+        if not self.training or self.config.patch_dropout == 0:
+            return None
+        draw = torch.rand(tokens.shape[0], self.config.top_k, device=tokens.device)
+        return (draw >= self.config.patch_dropout) | (draw == draw.amax(-1, keepdim=True))
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool,
+        missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        saved = state_dict.get(prefix + "prototypes")
+        if saved is not None and saved.shape[:1] != (self.num_patches,):
+            error_msgs.append(
+                f"{prefix or 'the layer'} holds {self.num_patches} patches, the checkpoint {saved.shape[0]}: "
+                "attractor.load_resized(model, state_dict) takes over the checkpoint's patch count."
+            )
+            return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+
+def warmup_factor(step: int, steps: int, start: float = 0.1) -> float:
+    """The paper's warm-up of gamma: linear from `start` at step 0 to 1 at step `steps` and after."""
+    check_number("start", start)
+    return 1.0 if step >= steps else start + (1 - start) * max(step, 0) / steps
+
+
+def load_resized(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
+    """`model.load_state_dict(state_dict)`, after giving each APN layer the patch count of the checkpoint.
+
+    Everything else must match exactly, and is checked before anything changes. Optimizers must be rebuilt.
+    """
+    layers = {
+        f"{name}." if name else "": module
+        for name, module in model.named_modules()
+        if isinstance(module, APN)
+    }
+    expected = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    counts = {}
+    for prefix, layer in layers.items():
+        if prefix + "prototypes" not in state_dict:
+            continue  # reported below as missing
+        counts[prefix] = state_dict[prefix + "prototypes"].shape[0]
+        dataclasses.replace(layer.config, num_patches=counts[prefix])
+        for name, _ in layer.named_parameters():
+            if ROLES[name] in PATCH_ROLES:
+                expected[prefix + name] = (counts[prefix], *expected[prefix + name][1:])
+    found = {key: tuple(value.shape) for key, value in state_dict.items()}
+    problems = [
+        f"{key}: the model has {expected.get(key, 'nothing')}, the checkpoint {found.get(key, 'nothing')}"
+        for key in sorted(expected.keys() | found.keys())
+        if expected.get(key) != found.get(key)
+    ]
+    if problems:
+        raise ValueError("checkpoint does not fit, nothing was loaded:\n  " + "\n  ".join(problems))
+    for prefix, count in counts.items():
+        if count != layers[prefix].num_patches:
+            layers[prefix].resize(count)
+    model.load_state_dict(state_dict)

@@ -1,0 +1,131 @@
+"""The paper, equation by equation, without tricks: the ground truth of every other backend.
+
+It gathers one decoder per token and slot, so it is slow and hungry; it is meant to be read and to be right.
+Equations are numbered in docs/math.md, which also says what the paper leaves open and what we chose.
+
+Shape suffixes: n tokens, d channels, K patches, k active patches, r code size, q offset rank (r when there
+are no offsets), g routing groups, m routing channels (d, or
+fewer with contextual prototypes; in a grouped tensor, the channels of one group).
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attractor.ops.rows import rows
+
+
+class APNOutput(NamedTuple):
+    update: Tensor  # (n, d) gamma * sum_i w_i Delta_i; NaN in rows whose input is not finite
+    indices: Tensor  # (n, k) the active set, best score first; -1 in rows whose input is not finite
+    weights: Tensor  # (n, k) softmax over the active set; 0 for dropped slots and rows that are not finite
+    confidence: Tensor  # (n) max_i s_i; NaN in rows whose input is not finite
+
+
+def unit(x_xm: Tensor) -> Tensor:
+    """Norm(x) = x / |x|; Norm(0) = 0 with a zero gradient, where x / max(|x|, eps) would have 1 / eps."""
+    square_x1 = x_xm.square().sum(-1, keepdim=True)
+    is_zero_x1 = square_x1 == 0
+    return x_xm * square_x1.masked_fill(is_zero_x1, 1).rsqrt().masked_fill(is_zero_x1, 0)
+
+
+def finite_rows(z_nd: Tensor) -> Tensor:
+    """(n, 1) True where a token may be routed. A squared length that overflows counts as not finite."""
+    return routing_precision(z_nd).square().sum(-1, keepdim=True).isfinite()
+
+
+def routing_precision(x: Tensor) -> Tensor:
+    """Which patches a token gets must not depend on bfloat16 rounding: scores are float32 at least."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def without_autocast(device_type: str) -> AbstractContextManager:
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return nullcontext()
+
+
+def scores(
+    z_nd: Tensor, P_Km: Tensor, *, temperature: float, routing: str, projection_gdm: Tensor | None = None
+) -> Tensor:
+    """s (n, K), eq. (1): <Norm(z), Norm(p_i)> / tau, or <z, Norm(p_i)> / tau for routing="dot".
+
+    With a projection (contextual prototypes, eq. 9), each group of channels is compared in its own subspace
+    and the score is the mean over groups.
+    """
+    groups = 1 if projection_gdm is None else projection_gdm.shape[0]
+    with without_autocast(z_nd.device.type):
+        x_ngm = routing_precision(z_nd).unflatten(-1, (groups, -1))
+        p_Kgm = routing_precision(P_Km).unflatten(-1, (groups, -1))
+        if projection_gdm is not None:
+            x_ngm = torch.einsum("ngd,gdm->ngm", x_ngm, routing_precision(projection_gdm))
+        if routing == "cosine":
+            x_ngm = unit(x_ngm)
+        return x_ngm.flatten(1) @ unit(p_Kgm).flatten(1).T / (groups * temperature)
+
+
+def apn(
+    z_nd: Tensor,  # tokens, layer-normalised by the block or by the layer
+    P_Km: Tensor,  # prototypes
+    V_dr: Tensor,  # encoder
+    a_Kr: Tensor | None,  # gate slopes; None for the scalar gate
+    b_Kr: Tensor,  # gate biases; (K, 1) for the scalar gate
+    U_Kqd: Tensor,  # decoders, transposed: Delta_i = phi_i @ U[i]; the outer factor of the offsets if shared
+    *,
+    top_k: int,
+    temperature: float,
+    scale: float | Tensor,
+    routing: str,
+    U0_rd: Tensor | None = None,  # base decoder of the shared variant
+    A_Krq: Tensor | None = None,  # inner factor of its patch offsets
+    projection_gdm: Tensor | None = None,  # routing subspaces of contextual prototypes
+    keep_nk: Tensor | None = None,  # patch dropout: which slots stay; at least one per row
+) -> APNOutput:
+    finite_n1 = finite_rows(z_nd)
+    z_nd = z_nd.masked_fill(~finite_n1, 0)  # a bad row must reach no other row and no gradient
+
+    s_nK = scores(z_nd, P_Km, temperature=temperature, routing=routing, projection_gdm=projection_gdm)
+    # (2) K(h) = TopK(s, k); a stable sort, because ties must go to the lower index everywhere
+    s_sorted_nK, order_nK = s_nK.sort(dim=-1, descending=True, stable=True)
+    s_nk, idx_nk = s_sorted_nK[:, :top_k], order_nK[:, :top_k]
+    confidence_n = s_nk[:, 0]
+    if keep_nk is not None:
+        s_nk = s_nk.masked_fill(~keep_nk, -torch.inf)  # a softmax over what is left renormalises
+    w_nk = s_nk.softmax(-1)  # (3)
+
+    u_nr = z_nd @ V_dr  # (4) u = V^T z
+    u_nkr = u_nr.unsqueeze(1)
+    slope_nkr = 0 if a_Kr is None else rows(a_Kr, idx_nk) * u_nkr
+    phi_nkr = u_nkr * torch.sigmoid(slope_nkr + rows(b_Kr, idx_nk))  # (5), or (7) with one scalar per patch
+
+    phi_nkr = (w_nk.unsqueeze(-1) * phi_nkr).to(U_Kqd.dtype)  # w_i scales the small side
+    code_nkq = phi_nkr if A_Krq is None else torch.einsum("nkr,nkrq->nkq", phi_nkr, rows(A_Krq, idx_nk))
+    update_nd = torch.einsum("nkq,nkqd->nd", code_nkq, rows(U_Kqd, idx_nk))  # (6) sum_i w_i U_i phi_i
+    if U0_rd is not None:
+        update_nd = (
+            update_nd + phi_nkr.sum(1) @ U0_rd
+        )  # (8) U_i = U_0 + offset_i, and U_0 is the same for all
+
+    return APNOutput(
+        update=(scale * update_nd).masked_fill(~finite_n1, torch.nan),
+        indices=idx_nk.masked_fill(~finite_n1, -1),
+        weights=w_nk.masked_fill(~finite_n1, 0),
+        confidence=confidence_n.masked_fill(~finite_n1.squeeze(1), torch.nan),
+    )
+
+
+def balance_loss(
+    z_nd: Tensor, P_Km: Tensor, *, temperature: float, routing: str, projection_gdm: Tensor | None = None
+) -> Tensor:
+    """L_bal, eq. (10): sum_i (u_i - 1/K)^2, u_i the mean over tokens of the softmax over all K scores.
+
+    A count of selections has no gradient; the full softmax does, and is what the count estimates as tau -> 0.
+    """
+    finite_n1 = finite_rows(z_nd)
+    z_nd = z_nd.masked_fill(~finite_n1, 0)
+    s_nK = scores(z_nd, P_Km, temperature=temperature, routing=routing, projection_gdm=projection_gdm)
+    share_nK = s_nK.softmax(-1).masked_fill(~finite_n1, 0)
+    usage_K = share_nK.sum(0) / finite_n1.sum().clamp(min=1)
+    return (usage_K - 1 / P_Km.shape[0]).square().sum()

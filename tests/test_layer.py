@@ -1,0 +1,407 @@
+"""What the module promises beyond the mathematics: shapes, dtypes, compilation, state, bad input."""
+
+import copy
+import inspect
+from dataclasses import fields
+
+import pytest
+import torch
+from safetensors.torch import load, save
+from torch import nn
+from torch.func import functional_call
+
+from attractor import APN, APNConfig, load_resized, ops, warmup_factor
+from attractor.layer import ROLES
+
+SMALL = {"dim": 12, "num_patches": 10, "top_k": 3, "rank": 4}
+VARIANTS = {
+    "core": {},
+    "dot": {"routing": "dot", "temperature": 1.0},
+    "scalar gate": {"gate": "scalar"},
+    "shared decoder": {"decoder": "shared", "offset_rank": 2},
+    "contextual": {"prototypes": "contextual", "routing_dim": 6},
+    "contextual groups": {"prototypes": "contextual", "routing_dim": 6, "routing_groups": 3},
+    "layer norm": {"layer_norm": True},
+    "everything": {
+        "routing": "dot", "gate": "scalar", "decoder": "shared", "prototypes": "contextual",
+        "routing_groups": 2, "routing_dim": 8, "layer_norm": True, "scale": 0.3, "temperature": 0.5,
+    },
+}  # fmt: skip
+every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+
+
+def build(seed: int = 0, **options) -> APN:
+    """A layer whose every parameter is random: freshly built offsets are zero, and zeros hide mistakes."""
+    torch.manual_seed(seed)
+    layer = APN(**(SMALL | options))
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return layer
+
+
+@every_variant
+@pytest.mark.parametrize("output", ["update", "balance", "entropy", "confidence"])
+def test_gradients(variant, output):
+    layer = build(**({"temperature": 0.3} | variant), dtype=torch.float64)
+    names = [name for name, _ in layer.named_parameters()]
+    x = torch.randn(5, 12, dtype=torch.float64, requires_grad=True)
+
+    def compute(x, *values):
+        update, stats = functional_call(
+            layer, dict(zip(names, values, strict=True)), (x,), {"return_stats": True}
+        )
+        return update if output == "update" else getattr(stats, output)
+
+    inputs = (x, *layer.parameters())
+    assert torch.autograd.gradcheck(compute, inputs, fast_mode=output != "update")
+
+
+def test_gradients_with_patch_dropout():
+    layer = build(temperature=0.3, patch_dropout=0.5, dtype=torch.float64)
+    x = torch.randn(6, 12, dtype=torch.float64, requires_grad=True)
+
+    def compute(x, *_):
+        torch.manual_seed(3)  # the same slots in every call
+        update, stats = layer(x, return_stats=True)
+        assert (stats.weights == 0).any()
+        return update, stats.entropy
+
+    assert torch.autograd.gradcheck(compute, (x, *layer.parameters()))
+
+
+@every_variant
+def test_unused_patches_get_zero_gradients(variant):
+    layer = build(**variant)
+    x = torch.randn(1, 12)
+    update, stats = layer(x, return_stats=True)
+    update.backward(torch.randn_like(update))
+    unused = torch.ones(10, dtype=torch.bool)
+    unused[stats.indices.flatten()] = False
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        if ROLES[name] in ("gates", "decoders"):
+            assert not parameter.grad[unused].any(), name
+            assert parameter.grad[~unused].any(), name
+
+
+@pytest.mark.parametrize("leading", [(), (1,), (5,), (2, 3), (2, 1, 3), (0,), (2, 0)])
+def test_any_leading_shape(leading):
+    layer = build()
+    x = torch.randn(*leading, 12)
+    update, stats = layer(x, return_stats=True)
+    assert update.shape == x.shape
+    assert stats.indices.shape == stats.weights.shape == (*leading, 3)
+    assert stats.confidence.shape == stats.update_norm.shape == stats.input_norm.shape == leading
+    assert stats.balance.shape == stats.entropy.shape == ()
+    update.sum().backward()
+    assert all(parameter.grad is not None for parameter in layer.parameters())
+    if x.numel() == 0:
+        assert not any(parameter.grad.any() for parameter in layer.parameters())
+
+
+def test_tokens_are_independent_and_may_be_strided():
+    layer = build(dtype=torch.float64)
+    x = torch.randn(12, 7, dtype=torch.float64).T  # not contiguous
+    torch.testing.assert_close(layer(x), torch.stack([layer(row) for row in x]), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [*((name, "aot_eager") for name in VARIANTS), ("core", "inductor"), ("everything", "inductor")],
+)
+def test_compiles_to_one_graph(name, backend):
+    torch._dynamo.reset()
+    variant = VARIANTS[name]
+    layer = build(num_patches=32, **variant)
+    x = torch.randn(40, 12, requires_grad=True)
+    upstream = torch.randn(40, 12)
+
+    def gradients(module):
+        update, stats = module(x, return_stats=True)
+        total = (update * upstream).sum() + stats.balance - stats.entropy
+        return update, stats.indices, torch.autograd.grad(total, [x, *layer.parameters()])
+
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    for got, expected in zip(gradients(compiled), gradients(layer), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_compiled_gather_is_not_miscompiled():
+    """Inductor scattered this shape's gate gradients out of bounds, until `ops.rows` hid the gather."""
+    torch._dynamo.reset()
+    layer = APN(64, num_patches=32, top_k=2, rank=8, decoder="shared")
+    x, upstream = torch.randn(40, 64), torch.randn(40, 64)
+    parameters = list(layer.parameters())
+    expected = torch.autograd.grad(layer(x), parameters, upstream)
+    got = torch.autograd.grad(torch.compile(layer, fullgraph=True)(x), parameters, upstream)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_opaque_gather_is_a_well_behaved_operator():
+    table = torch.randn(5, 2, 3, requires_grad=True)
+    torch.library.opcheck(ops.rows.take_rows, (table, torch.tensor([[0, 4], [0, 0]])))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_autocast_routes_in_float32(scale):
+    layer = build(dim=32, num_patches=64)
+    x = scale * torch.randn(200, 32)
+    exact, exact_stats = layer(x, return_stats=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        update, stats = layer(x, return_stats=True)
+        assert layer(x.bfloat16()).dtype == torch.bfloat16
+    assert update.dtype == torch.bfloat16
+    assert stats.confidence.dtype == stats.weights.dtype == torch.float32
+    assert torch.equal(stats.indices, exact_stats.indices)
+    assert (update - exact).norm() < 0.01 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_layers(dtype):
+    layer = build(dtype=torch.float64)
+    x = torch.randn(50, 12, dtype=dtype)
+    low = copy.deepcopy(layer).to(dtype)
+    exact = copy.deepcopy(low).double()  # the same rounded weights
+    update, stats = low(x, return_stats=True)
+    expected, expected_stats = exact(x.double(), return_stats=True)
+    assert update.dtype == dtype
+    assert torch.equal(stats.indices, expected_stats.indices)
+    assert (update - expected).norm() < 0.02 * expected.norm()
+
+
+def test_meta_device():
+    layer = APN(**SMALL, layer_norm=True, decoder="shared", device="meta")
+    assert layer(torch.randn(3, 12, device="meta")).shape == (3, 12)
+    layer.to_empty(device="cpu")
+    for parameter in layer.parameters():
+        nn.init.constant_(parameter, torch.nan)
+    layer.reset_parameters()
+    assert layer(torch.randn(3, 12)).isfinite().all()
+
+
+def test_state_dict_is_a_contract():
+    layer = APN(12, num_patches=10, top_k=3, rank=4)
+    assert {name: tuple(value.shape) for name, value in layer.state_dict().items()} == {
+        "prototypes": (10, 12), "encoder": (12, 4), "gate_slope": (10, 4), "gate_bias": (10, 4),
+        "decoder": (10, 4, 12),
+    }  # fmt: skip
+
+
+@every_variant
+def test_copies_and_checkpoints_are_exact(variant):
+    layer, other = build(**variant), build(seed=1, **variant)
+    x = torch.randn(4, 12)
+    assert not torch.equal(other(x), layer(x))
+    other.load_state_dict(load(save(layer.state_dict())))
+    assert torch.equal(other(x), layer(x))
+    assert torch.equal(copy.deepcopy(layer)(x), layer(x))
+    rebuilt = APN.from_config(12, APNConfig.from_json(layer.config.to_json()))
+    rebuilt.load_state_dict(layer.state_dict())
+    assert torch.equal(rebuilt(x), layer(x))
+
+
+@every_variant
+def test_every_parameter_has_a_role(variant):
+    layer = build(**variant)
+    by_role = [id(p) for role in sorted(set(ROLES.values())) for p in layer.parameters_of(role)]
+    assert sorted(by_role) == sorted(id(p) for p in layer.parameters())
+    assert all(p.shape[0] == 10 for p in layer.patch_parameters())
+    assert layer.prototypes in set(layer.router_parameters())
+    with pytest.raises(ValueError, match=r"unknown roles \['attention'\]"):
+        layer.parameters_of("attention")
+
+
+@every_variant
+def test_resize(variant):
+    layer = build(**variant)
+    grown = copy.deepcopy(layer)
+    grown.prototypes.requires_grad_(False)
+    grown.resize(14)
+    assert grown.num_patches == grown.config.num_patches == 14
+    assert not grown.prototypes.requires_grad
+    x = torch.randn(30, 12)
+    _, stats = grown(x, return_stats=True)
+    old_only = (stats.indices < 10).all(-1)
+    assert old_only.any()
+    assert (stats.indices >= 10).any()
+    torch.testing.assert_close(grown(x)[old_only], layer(x)[old_only])
+    grown.resize(10)
+    assert torch.equal(grown(x), layer(x))
+    with pytest.raises(ValueError, match="top_k=3 must not exceed num_patches=2"):
+        grown.resize(2)
+    assert grown.num_patches == grown.config.num_patches == 10
+
+
+def test_appended_patches_are_silent():
+    layer = build(top_k=2)
+    layer.resize(200)
+    _, stats = layer(torch.randn(300, 12), return_stats=True)
+    all_new = (stats.indices >= 10).all(-1)
+    assert all_new.any()
+    assert (stats.update_norm[all_new] == 0).all()
+
+
+def test_loading_another_patch_count():
+    big = nn.Sequential(nn.Linear(12, 12), build(num_patches=16, decoder="shared"))
+    small = nn.Sequential(nn.Linear(12, 12), build(seed=1, decoder="shared"))
+    x = torch.randn(5, 12)
+    with pytest.raises(
+        RuntimeError, match=r"1\. holds 10 patches, the checkpoint 16: attractor\.load_resized"
+    ):
+        small.load_state_dict(big.state_dict())
+    load_resized(small, big.state_dict())
+    assert torch.equal(small(x), big(x))
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda state: state.pop("encoder"), r"encoder: the model has \(12, 4\), the checkpoint nothing"),
+        (
+            lambda state: state.pop("prototypes"),
+            r"prototypes: the model has \(10, 12\), the checkpoint nothing",
+        ),
+        (lambda state: state.update(extra=torch.ones(1)), r"extra: the model has nothing"),
+        (lambda state: state.update(encoder=torch.ones(12, 5)), r"encoder: .*\(12, 5\)"),
+        (lambda state: state.update(decoder=torch.ones(10, 4, 12)), r"decoder: the model has \(16, 4, 12\)"),
+        (lambda state: state.update(prototypes=torch.ones(2, 12)), r"top_k=3 must not exceed num_patches=2"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_changes_nothing(damage, message):
+    layer, state = build(), build(num_patches=16).state_dict()
+    before = copy.deepcopy(layer.state_dict())
+    damage(state)
+    with pytest.raises(ValueError, match=message):
+        load_resized(layer, state)
+    assert layer.num_patches == 10
+    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+
+
+@every_variant
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 1e30])
+def test_rows_that_are_not_finite(variant, bad):
+    layer = build(**variant)
+    x = torch.randn(6, 12, requires_grad=True)
+    damaged = x.detach().clone()
+    damaged[2, 3] = damaged[4, 0] = (
+        bad  # 1e30 is finite, but its square is not: it has no direction in float32
+    )
+    good = torch.tensor([True, True, False, True, False, True])
+    expected, expected_stats = layer(x, return_stats=True)
+    update, stats = layer(damaged, return_stats=True)
+    assert torch.equal(update[good], expected[good])
+    assert update[~good].isnan().all()
+    assert (stats.indices[~good] == -1).all()
+    assert torch.equal(stats.indices[good], expected_stats.indices[good])
+    assert stats.balance.isfinite()
+    assert stats.entropy.isfinite()
+    # A masked loss teaches exactly what the good rows teach.
+    parameters = list(layer.parameters())
+    upstream = torch.randn(4, 12)
+    got = torch.autograd.grad(update[good], parameters, upstream)
+    torch.testing.assert_close(got, torch.autograd.grad(expected[good], parameters, upstream))
+
+
+def test_statistics_cost_nothing_unless_asked(monkeypatch):
+    monkeypatch.setattr(ops, "balance_loss", None)
+    layer = build()
+    layer(torch.randn(3, 12))
+    with pytest.raises(TypeError):
+        layer(torch.randn(3, 12), return_stats=True)
+
+
+def test_scale_warm_up():
+    assert [warmup_factor(step, 4, start=0.2) for step in (-1, 0, 2, 4, 9)] == pytest.approx(
+        [0.2, 0.2, 0.6, 1, 1]
+    )
+    assert warmup_factor(0, 0) == 1
+    torch._dynamo.reset()
+    layer = build(scale=0.5)
+    x = torch.randn(3, 12)
+    full, keys = layer(x), set(layer.state_dict())
+    layer.set_scale_factor(0.25)
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(layer, backend=counter, fullgraph=True)
+    for factor in (0.25, 0.5, 1.0):
+        layer.set_scale_factor(factor)
+        torch.testing.assert_close(layer(x), factor * full)
+        torch.testing.assert_close(compiled(x), factor * full)
+    assert counter.frame_count == 1
+    assert set(layer.state_dict()) == keys
+
+
+def test_dropout():
+    layer = build(dropout=0.4)
+    x = torch.randn(2000, 12)
+    update, clean = layer(x), layer.eval()(x)
+    dropped = update == 0
+    assert dropped.float().mean() == pytest.approx(0.4, abs=0.02)
+    torch.testing.assert_close(update[~dropped], clean[~dropped] / 0.6)
+
+
+def test_signature_and_repr():
+    keywords = set(inspect.signature(APN).parameters) - {"dim", "backend", "device", "dtype"}
+    assert keywords == {field.name for field in fields(APNConfig)}
+    for field in fields(APNConfig):
+        assert inspect.signature(APN).parameters[field.name].default == field.default
+    assert repr(APN(8, num_patches=4, top_k=2)) == "APN(8, num_patches=4, top_k=2, rank=32, backend='auto')"
+    assert "gate='scalar', num_layers=3" in repr(APN(8, gate="scalar", num_layers=3))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_k": 11}, "top_k=11 must not exceed num_patches=10"),
+        ({"top_k": 0}, "top_k=0 must be a positive integer"),
+        ({"top_k": 2.0}, "top_k=2.0 must be a positive integer"),
+        ({"num_patches": -1}, "num_patches=-1 must be a positive integer"),
+        ({"rank": 0}, "rank=0 must be"),
+        ({"dim": 0}, "dim=0 must be"),
+        ({"dim": True}, "dim=True must be"),
+        ({"num_layers": 0}, "num_layers=0 must be"),
+        ({"temperature": 0}, "temperature=0 must be a positive number"),
+        ({"temperature": torch.nan}, "temperature=nan must be"),
+        ({"temperature": "cold"}, "temperature='cold' must be"),
+        ({"scale": torch.inf}, "scale=inf must be a finite number"),
+        ({"dropout": 1.0}, "dropout=1.0 must be a probability, 0 <= p < 1"),
+        ({"patch_dropout": -0.1}, "patch_dropout=-0.1 must be"),
+        ({"routing": "l2"}, "routing='l2' is unknown; allowed: 'cosine', 'dot'"),
+        ({"init": "zeros"}, "init='zeros' is unknown"),
+        ({"gate": None}, "gate=None is unknown; allowed: 'vector', 'scalar'"),
+        ({"decoder": "tied"}, "decoder='tied' is unknown"),
+        ({"prototypes": "dynamic"}, "prototypes='dynamic' is unknown"),
+        ({"backend": "cuda"}, "backend='cuda' is unknown; allowed: 'auto', 'reference'"),
+        ({"layer_norm": 1}, "layer_norm=1 must be True or False"),
+        ({"offset_rank": 2}, 'offset_rank=2 needs decoder="shared"'),
+        ({"decoder": "shared", "offset_rank": 9}, "offset_rank=9 must not exceed rank=4"),
+        ({"routing_dim": 4}, 'routing_dim=4 and routing_groups=1 need prototypes="contextual"'),
+        ({"prototypes": "contextual", "routing_groups": 5}, "dim=12 must be a multiple of routing_groups=5"),
+        (
+            {"prototypes": "contextual", "routing_groups": 3, "routing_dim": 4},
+            "routing_dim=4 must be a multiple of routing_groups=3",
+        ),
+        ({"dtype": torch.int64}, "dtype=torch.int64 must be a floating-point type"),
+    ],
+)
+def test_bad_arguments(options, message):
+    with pytest.raises(ValueError) as error:
+        APN(**(SMALL | options))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.randn(3, 11), r"input of shape \(3, 11\): the last dimension must be dim=12"),
+        (torch.randn(()), r"input of shape \(\): the last dimension"),
+        (torch.ones(3, 12, dtype=torch.long), "input of dtype torch.int64: tokens must be floating point"),
+        (torch.ones(3, 12, dtype=torch.complex64), "input of dtype torch.complex64"),
+        (
+            torch.ones(3, 12, dtype=torch.bfloat16),
+            "input of dtype torch.bfloat16 for a layer of dtype torch.float32",
+        ),
+    ],
+)
+def test_bad_input(x, message):
+    with pytest.raises(ValueError, match=message):
+        build()(x)

@@ -1,0 +1,63 @@
+"""The documentation is run, and the README's tree is compared with the files."""
+
+import re
+import runpy
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCKS = [
+    pytest.param(block, id=f"{page.name}:{number}")
+    for page in PAGES
+    for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_python_blocks_run(block):
+    torch.manual_seed(0)
+    exec(compile(block, "block", "exec"), {"__name__": "__main__"})
+
+
+def test_usage_example_is_short():
+    first = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len([line for line in first[1].splitlines() if line.strip()]) <= 10
+
+
+def test_tree_is_true():
+    tree = re.search(r"## What is here\n\n```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    listed, folders = set(), []
+    for line in tree.splitlines():
+        depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
+        folders[depth:] = [name]
+        path = Path(*folders)
+        assert (ROOT / path).exists(), f"{path} is in the README and not in the repository"
+        listed.add(path)
+    for pattern in ("attractor/**/*.py", "docs/*.md", "examples/*.py"):
+        for file in ROOT.glob(pattern):
+            assert file.relative_to(ROOT) in listed, f"{file} is missing in the README's tree"
+
+
+def test_commands_exist():
+    commands = re.findall(r"^make (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert commands == ["demo", "test"]
+    for command in commands:
+        subprocess.run(["make", "--dry-run", command], cwd=ROOT, check=True, capture_output=True)
+
+
+def test_links_lead_somewhere():
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_demo(capsys):
+    runpy.run_path(str(ROOT / "examples" / "layer_tour.py"), run_name="__main__")
+    shown = capsys.readouterr().out
+    losses = [float(value) for value in re.findall(r"loss on B ([\d.]+)", shown)]
+    assert losses[-1] < 0.5 * losses[0]
+    assert "changed though no token selected them: 0" in shown
