@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attractor.layer import APN, LOCAL_ROLES, PATCH_ROLES, ROLES, check_roles
+from attractor.model import GPT
 
 
 def parameter_counts(layer: APN) -> dict[str, int]:
@@ -44,6 +45,17 @@ def multiply_adds(layer: APN) -> dict[str, int]:
 def dense_multiply_adds(dim: int, *, expansion: int = 4) -> int:
     """Multiply-adds per token of the dense FFN this layer replaces; also its parameters, without biases."""
     return 2 * expansion * dim * dim
+
+
+def model_multiply_adds(model: GPT) -> int:
+    """Multiply-adds of a forward pass per token of a full context; attention over the causal half of it."""
+    config = model.config
+    ffns = sum(
+        multiply_adds(block.ffn)["total"] if isinstance(block.ffn, APN) else dense_multiply_adds(config.dim)
+        for block in model.blocks
+    )
+    attention = config.num_layers * (4 * config.dim**2 + config.context * config.dim)
+    return ffns + attention + config.vocab_size * config.dim
 
 
 def uniform_overlap(num_patches: int, top_k: int) -> float:

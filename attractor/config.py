@@ -1,4 +1,4 @@
-"""What a layer is, in numbers and words: frozen dataclasses that check themselves and travel as JSON.
+"""What a layer, a model and a run are: frozen dataclasses that check themselves and travel as JSON.
 
 This file imports only the standard library, so that a configuration can be read anywhere.
 """
@@ -7,7 +7,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Self, cast, get_args
 
 SCHEMA_VERSION = 1
@@ -17,6 +17,8 @@ InitName = Literal["silu", "paper"]
 GateName = Literal["vector", "scalar"]
 DecoderName = Literal["independent", "shared"]
 PrototypesName = Literal["static", "contextual"]
+FFNName = Literal["mlp", "apn"]
+PrecisionName = Literal["auto", "float32", "bfloat16"]
 
 
 def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -44,8 +46,49 @@ def check_probability(name: str, value: object) -> None:
     check_number(name, value, "a probability, 0 <= p < 1", lambda p: 0 <= p < 1)
 
 
+class JSONConfig:
+    """Mixin: a dataclass that writes itself as JSON and reads itself back, strictly."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"schema_version": SCHEMA_VERSION, **dataclasses.asdict(self)}  # type: ignore[call-overload]
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """Read what `to_json` wrote; a missing field takes its default, an unknown one is an error."""
+        try:
+            fields = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not a configuration: {error}") from error
+        return cls.from_dict(fields)
+
+    @classmethod
+    def from_dict(cls, fields: Any) -> Self:
+        if not isinstance(fields, dict):
+            raise ValueError(f"not a configuration: expected a JSON object, got {type(fields).__name__}")
+        version = fields.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise ValueError(f"schema_version={version!r}: this release of attractor reads {SCHEMA_VERSION}")
+        return cls._build({name: value for name, value in fields.items() if name != "schema_version"})
+
+    @classmethod
+    def _build(cls, values: dict[str, Any]) -> Self:
+        known = {field.name: field.default_factory for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+        if unknown := sorted(set(values) - set(known)):
+            raise ValueError(f"unknown fields {unknown}; {cls.__name__} has {sorted(known)}")
+        for (
+            name,
+            nested,
+        ) in known.items():  # a field whose default is built by a configuration class holds one
+            if isinstance(nested, type) and issubclass(nested, JSONConfig) and name in values:
+                values = values | {name: nested._build(values[name])}
+        return cls(**values)
+
+
 @dataclass(frozen=True, kw_only=True)
-class APNConfig:
+class APNConfig(JSONConfig):
     """The shape and behaviour of one APN layer, without its width, device, dtype or backend."""
 
     num_patches: int = 256
@@ -116,22 +159,131 @@ class APNConfig:
                 f"routing_dim={self.routing_dim} must be a multiple of routing_groups={self.routing_groups}"
             )
 
-    def to_json(self) -> str:
-        return json.dumps({"schema_version": SCHEMA_VERSION, **dataclasses.asdict(self)}, indent=2)
 
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """Read what `to_json` wrote; a missing field takes its default, an unknown one is an error."""
-        try:
-            fields: Any = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"not a configuration: {error}") from error
-        if not isinstance(fields, dict):
-            raise ValueError(f"not a configuration: expected a JSON object, got {type(fields).__name__}")
-        version = fields.pop("schema_version", None)
-        if version != SCHEMA_VERSION:
-            raise ValueError(f"schema_version={version!r}: this release of attractor reads {SCHEMA_VERSION}")
-        known = {field.name for field in dataclasses.fields(cls)}
-        if unknown := sorted(set(fields) - known):
-            raise ValueError(f"unknown fields {unknown}; {cls.__name__} has {sorted(known)}")
-        return cls(**fields)
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig(JSONConfig):
+    """A pre-norm decoder. `apn` describes every APN layer; `per_layer` changes single layers."""
+
+    vocab_size: int = 65
+    context: int = 256
+    """The longest sequence the model sees."""
+    num_layers: int = 6
+    num_heads: int = 6
+    dim: int = 384
+    dropout: float = 0.0
+    """On embeddings, attention and FFN outputs."""
+    bias: bool = False
+    """Biases in linear maps and norms."""
+    ffn: FFNName = "mlp"
+    apn: APNConfig = field(default_factory=APNConfig)
+    """Settings of APN layers; their `dropout` and `num_layers` are the model's own."""
+    per_layer: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Layer number -> what differs there: {"0": {"ffn": "mlp"}, "3": {"num_patches": 512}}."""
+
+    def __post_init__(self) -> None:
+        for name in ("vocab_size", "context", "num_layers", "num_heads", "dim"):
+            check_size(name, getattr(self, name))
+        check_probability("dropout", self.dropout)
+        check_choice("ffn", self.ffn, get_args(FFNName))
+        if self.dim % self.num_heads:
+            raise ValueError(f"dim={self.dim} must be a multiple of num_heads={self.num_heads}")
+        if self.apn.dropout not in (0.0, self.dropout):
+            raise ValueError(
+                f"apn.dropout={self.apn.dropout} contradicts dropout={self.dropout}; set only dropout"
+            )
+        for key in self.per_layer:
+            if not (key.isdecimal() and int(key) < self.num_layers):
+                raise ValueError(f"per_layer names layer {key!r}; allowed: '0' to '{self.num_layers - 1}'")
+        for layer in range(self.num_layers):
+            self.ffn_of(layer)
+
+    def ffn_of(self, layer: int) -> tuple[FFNName, APNConfig]:
+        """The kind of FFN in a layer, and its settings if it is an APN."""
+        changes = dict(self.per_layer.get(str(layer), {}))
+        ffn = changes.pop("ffn", self.ffn)
+        check_choice(f"per_layer[{layer}].ffn", ffn, get_args(FFNName))
+        own = {"dropout": self.dropout, "num_layers": self.num_layers}
+        return ffn, APNConfig._build({**dataclasses.asdict(self.apn), **own, **changes})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig(JSONConfig):
+    max_steps: int = 5000
+    batch_size: int = 64
+    """Sequences per optimizer step, over all processes and accumulation steps."""
+    accumulation: int = 1
+    """Split each batch into this many pieces to save memory."""
+    learning_rate: float = 1e-3
+    min_learning_rate: float = 1e-4
+    warmup_steps: int = 100
+    weight_decay: float = 0.1
+    """On matrices; never on norms, biases, gates or prototypes."""
+    beta2: float = 0.99
+    clip_norm: float = 1.0
+    """Limit on the gradient norm; 0 is no limit."""
+    balance_weight: float = 0.0
+    """Weight of the usage-balance loss of APN layers."""
+    entropy_weight: float = 0.0
+    """Reward for soft routing weights in APN layers."""
+    scale_warmup_steps: int = 0
+    """Steps over which the scale of APN layers rises from a tenth to its value."""
+    eval_interval: int = 250
+    checkpoint_interval: int = 250
+    log_interval: int = 10
+    patience: int | None = None
+    """Stop after this many evaluations without a new best; None trains to the end."""
+    seed: int = 1337
+    precision: PrecisionName = "auto"
+    """"auto" is bfloat16 autocast on a GPU that has it, float32 elsewhere."""
+    compile: bool | None = None
+    """torch.compile; None compiles on a GPU only."""
+
+    def __post_init__(self) -> None:
+        for name in ("max_steps", "batch_size", "accumulation", "eval_interval", "checkpoint_interval",
+                     "log_interval"):  # fmt: skip
+            check_size(name, getattr(self, name))
+        for name in ("warmup_steps", "scale_warmup_steps", "seed"):
+            check_number(
+                name, getattr(self, name), "a whole number, 0 or more", lambda n: n >= 0 and n == int(n)
+            )
+        check_number("learning_rate", self.learning_rate, "a positive number", lambda rate: rate > 0)
+        for name in ("min_learning_rate", "weight_decay", "clip_norm", "balance_weight", "entropy_weight"):
+            check_number(name, getattr(self, name), "a number, 0 or more", lambda number: number >= 0)
+        check_probability("beta2", self.beta2)
+        check_choice("precision", self.precision, get_args(PrecisionName))
+        if self.patience is not None:
+            check_size("patience", self.patience)
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError(
+                f"min_learning_rate={self.min_learning_rate} is above learning_rate={self.learning_rate}"
+            )
+        if self.batch_size % self.accumulation:
+            raise ValueError(
+                f"batch_size={self.batch_size} must be a multiple of accumulation={self.accumulation}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(JSONConfig):
+    source: str = "shakespeare"
+    """A named corpus (`attractor data list`), a file, a folder or a glob."""
+    tokenizer: str = "char"
+    """"char", "byte", "bpe", or the tokenizer.json of another dataset."""
+    vocab_size: int | None = None
+    """Size of a BPE vocabulary (default: 4096)."""
+    val_fraction: float = 0.1
+    """The last part of the text, held out for validation."""
+
+    def __post_init__(self) -> None:
+        if self.vocab_size is not None:
+            check_size("vocab_size", self.vocab_size)
+        check_number("val_fraction", self.val_fraction, "a number between 0 and 1", lambda part: 0 < part < 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(JSONConfig):
+    """Everything that decides what a training run computes."""
+
+    model: GPTConfig = field(default_factory=GPTConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    data: DataConfig = field(default_factory=DataConfig)

@@ -42,7 +42,7 @@ def build(seed: int = 0, **options) -> APN:
 @every_variant
 @pytest.mark.parametrize("output", ["update", "balance", "entropy", "confidence"])
 def test_gradients(variant, output):
-    layer = build(**({"temperature": 0.3} | variant), dtype=torch.float64)
+    layer = build(**({"temperature": 0.3} | variant), backend="reference", dtype=torch.float64)
     names = [name for name, _ in layer.named_parameters()]
     x = torch.randn(5, 12, dtype=torch.float64, requires_grad=True)
 
@@ -126,10 +126,10 @@ def test_compiles_to_one_graph(name, backend):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_compiled_gather_is_not_miscompiled():
+def test_compiled_gather_is_not_miscompiled(two_threads):
     """Inductor scattered this shape's gate gradients out of bounds, until `ops.rows` hid the gather."""
     torch._dynamo.reset()
-    layer = APN(64, num_patches=32, top_k=2, rank=8, decoder="shared")
+    layer = APN(64, num_patches=32, top_k=2, rank=8, decoder="shared", backend="reference")
     x, upstream = torch.randn(40, 64), torch.randn(40, 64)
     parameters = list(layer.parameters())
     expected = torch.autograd.grad(layer(x), parameters, upstream)
@@ -137,9 +137,13 @@ def test_compiled_gather_is_not_miscompiled():
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_opaque_gather_is_a_well_behaved_operator():
-    table = torch.randn(5, 2, 3, requires_grad=True)
-    torch.library.opcheck(ops.rows.take_rows, (table, torch.tensor([[0, 4], [0, 0]])))
+@pytest.mark.parametrize("backend", ops.BACKENDS)
+def test_same_bits_twice(two_threads, backend):
+    layer = build(num_patches=5, dim=64, rank=32, backend=backend)
+    x, upstream = torch.randn(2000, 64), torch.randn(2000, 64)
+    parameters = list(layer.parameters())
+    first, *others = (torch.autograd.grad(layer(x), parameters, upstream) for _ in range(5))
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-3])
@@ -278,9 +282,10 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(damage, message):
 
 
 @every_variant
+@pytest.mark.parametrize("backend", ops.BACKENDS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 1e30])
-def test_rows_that_are_not_finite(variant, bad):
-    layer = build(**variant)
+def test_rows_that_are_not_finite(variant, backend, bad):
+    layer = build(**variant, backend=backend)
     x = torch.randn(6, 12, requires_grad=True)
     damaged = x.detach().clone()
     damaged[2, 3] = damaged[4, 0] = (
@@ -289,7 +294,9 @@ def test_rows_that_are_not_finite(variant, bad):
     good = torch.tensor([True, True, False, True, False, True])
     expected, expected_stats = layer(x, return_stats=True)
     update, stats = layer(damaged, return_stats=True)
-    assert torch.equal(update[good], expected[good])
+    # a grouped product rounds by the size of its groups, as any matrix product does by its shape
+    rounding = 0 if backend == "reference" else 1e-6
+    torch.testing.assert_close(update[good], expected[good], rtol=rounding, atol=rounding)
     assert update[~good].isnan().all()
     assert (stats.indices[~good] == -1).all()
     assert torch.equal(stats.indices[good], expected_stats.indices[good])
@@ -370,7 +377,7 @@ def test_signature_and_repr():
         ({"gate": None}, "gate=None is unknown; allowed: 'vector', 'scalar'"),
         ({"decoder": "tied"}, "decoder='tied' is unknown"),
         ({"prototypes": "dynamic"}, "prototypes='dynamic' is unknown"),
-        ({"backend": "cuda"}, "backend='cuda' is unknown; allowed: 'auto', 'reference'"),
+        ({"backend": "cuda"}, "backend='cuda' is unknown; allowed: 'auto', 'reference', 'grouped'"),
         ({"layer_norm": 1}, "layer_norm=1 must be True or False"),
         ({"offset_rank": 2}, 'offset_rank=2 needs decoder="shared"'),
         ({"decoder": "shared", "offset_rank": 9}, "offset_rank=9 must not exceed rank=4"),

@@ -8,6 +8,7 @@ are no offsets), g routing groups, m routing channels (d, or
 fewer with contextual prototypes; in a grouped tensor, the channels of one group).
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -42,9 +43,9 @@ def routing_precision(x: Tensor) -> Tensor:
 
 
 def without_autocast(device_type: str) -> AbstractContextManager:
-    if torch.amp.is_autocast_available(device_type):
-        return torch.autocast(device_type, enabled=False)
-    return nullcontext()
+    if device_type == "meta":  # knows no autocast
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 def scores(
@@ -66,6 +67,11 @@ def scores(
         return x_ngm.flatten(1) @ unit(p_Kgm).flatten(1).T / (groups * temperature)
 
 
+def gathered_decode(code_nkq: Tensor, U_Kqd: Tensor, idx_nk: Tensor) -> Tensor:
+    """sum_k code[n, k] @ U[idx[n, k]] -> (n, d)"""
+    return torch.einsum("nkq,nkqd->nd", code_nkq, rows(U_Kqd, idx_nk))
+
+
 def apn(
     z_nd: Tensor,  # tokens, layer-normalised by the block or by the layer
     P_Km: Tensor,  # prototypes
@@ -82,6 +88,7 @@ def apn(
     A_Krq: Tensor | None = None,  # inner factor of its patch offsets
     projection_gdm: Tensor | None = None,  # routing subspaces of contextual prototypes
     keep_nk: Tensor | None = None,  # patch dropout: which slots stay; at least one per row
+    decode: Callable[[Tensor, Tensor, Tensor], Tensor] = gathered_decode,
 ) -> APNOutput:
     finite_n1 = finite_rows(z_nd)
     z_nd = z_nd.masked_fill(~finite_n1, 0)  # a bad row must reach no other row and no gradient
@@ -102,7 +109,7 @@ def apn(
 
     phi_nkr = (w_nk.unsqueeze(-1) * phi_nkr).to(U_Kqd.dtype)  # w_i scales the small side
     code_nkq = phi_nkr if A_Krq is None else torch.einsum("nkr,nkrq->nkq", phi_nkr, rows(A_Krq, idx_nk))
-    update_nd = torch.einsum("nkq,nkqd->nd", code_nkq, rows(U_Kqd, idx_nk))  # (6) sum_i w_i U_i phi_i
+    update_nd = decode(code_nkq, U_Kqd, idx_nk)  # (6) sum_i w_i U_i phi_i
     if U0_rd is not None:
         update_nd = (
             update_nd + phi_nkr.sum(1) @ U0_rd

@@ -1,0 +1,293 @@
+"""Train, sample and study Attractor Patch Networks. `attractor VERB --help` tells what a verb takes."""
+
+import dataclasses
+import json
+import logging
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+
+from attractor import analysis, ops, presets
+from attractor.checkpoint import find_model
+from attractor.config import RunConfig
+from attractor.corpora import CORPORA, CorpusUnavailable
+from attractor.data import Dataset, prepare
+from attractor.experiments import table1
+from attractor.generate import generate
+from attractor.model import GPT
+from attractor.tokenizer import load as load_tokenizer
+from attractor.trainer import NotFiniteLoss, Trainer
+from attractor.version import __version__
+
+INTERRUPTED = 75
+"""Exit code of a run that a signal stopped after saving: run it again with --resume auto."""
+
+
+@dataclass(kw_only=True)
+class DataList:
+    """Name the built-in corpora."""
+
+    def run(self) -> None:
+        for corpus in CORPORA.values():
+            print(f"{corpus.name:12s} {corpus.description} [{corpus.licence}]")
+
+
+@dataclass(kw_only=True)
+class DataPrepare:
+    """Turn a corpus, a file, a folder or a glob into train.bin, val.bin and tokenizer.json."""
+
+    source: tyro.conf.Positional[str]
+    """A name of `attractor data list`, a file, a folder or a quoted glob."""
+    out: Path | None = None
+    """Where to write (default: data/NAME)."""
+    tokenizer: str = "char"
+    """"char", "byte", "bpe", or the tokenizer.json of another dataset."""
+    vocab_size: int | None = None
+    """Size of a BPE vocabulary (default: 4096)."""
+    val_fraction: float = 0.1
+    """The last part of the text, held out for validation."""
+    size: int | None = None
+    """Characters of paper-shift: 10000 for the paper's protocol, 200000 for a healthy one."""
+    overwrite: bool = False
+    """Replace a dataset that was prepared differently."""
+
+    def run(self) -> None:
+        out = self.out or Path("data") / Path(self.source).stem
+        options: dict[str, Any] = {} if self.size is None else {"size": self.size}
+        dataset = prepare(
+            self.source, out, tokenizer=self.tokenizer, vocab_size=self.vocab_size,
+            val_fraction=self.val_fraction, overwrite=self.overwrite,
+            **options,
+        )  # fmt: skip
+        print(f"{out}: {len(dataset.train):,} training and {len(dataset.val):,} validation tokens, "
+              f"vocabulary {dataset.tokenizer.vocab_size:,}")  # fmt: skip
+
+
+@dataclass(kw_only=True)
+class Train:
+    """Train a model from a preset. Every number of the preset can be changed."""
+
+    config: Annotated[RunConfig, tyro.conf.arg(name="")]
+    out: Path | None = None
+    """The run's folder (default: runs/PRESET)."""
+    resume: Literal["never", "auto"] = "never"
+    """"auto" goes on from the run's last checkpoint if there is one."""
+    device: str | None = None
+    """cpu, cuda, cuda:1, ... (default: the GPU if there is one)."""
+    preset: tyro.conf.Suppress[str] = ""
+
+    def run(self) -> int:
+        out = self.out or Path("runs") / self.preset
+        dataset = _dataset(self.config)
+        model = dataclasses.replace(self.config.model, vocab_size=dataset.tokenizer.vocab_size)
+        config = dataclasses.replace(self.config, model=model)
+        if self.resume == "never" and (out / "checkpoints").exists():
+            raise ValueError(
+                f"{out} holds a run already; --resume auto goes on with it, --out starts another"
+            )
+        with progress_bar(config.train.max_steps, self.preset) as report:
+            trainer = Trainer(config, dataset, out, device=self.device, report=report)
+            if self.resume == "auto" and trainer.resume():
+                report({"step": trainer.step})
+            summary = trainer.run()
+        print(json.dumps(summary, indent=2))
+        if summary["interrupted"]:
+            print(f"stopped at step {summary['step']}; --resume auto goes on", file=sys.stderr)
+            return INTERRUPTED
+        return 0
+
+
+@dataclass(kw_only=True)
+class Sample:
+    """Write text with a trained model."""
+
+    run_folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(name="run")]
+    """A run, a checkpoint or a saved model."""
+    prompt: str = "\n"
+    max_tokens: int = 300
+    temperature: float = 0.8
+    """0 always takes the likeliest token."""
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    device: str = "cpu"
+
+    def run(self) -> None:
+        folder = find_model(self.run_folder)
+        model, tokenizer = (
+            GPT.from_pretrained(folder, device=self.device),
+            load_tokenizer(folder / "tokenizer.json"),
+        )
+        tokens = torch.from_numpy(tokenizer.encode(self.prompt))[None].to(self.device)
+        shown, written = tokenizer.decode(tokens[0].tolist()), tokens[0].tolist()
+        print(shown, end="", flush=True)
+        for token in generate(
+            model, tokens, max_tokens=self.max_tokens, temperature=self.temperature, top_k=self.top_k,
+            top_p=self.top_p, seed=self.seed,
+        ):  # fmt: skip
+            written.append(int(token))
+            text = tokenizer.decode(written)  # a character may take several tokens: print what became whole
+            if not text.endswith("\ufffd"):
+                print(text[len(shown) :], end="", flush=True)
+                shown = text
+        print()
+
+
+@dataclass(kw_only=True)
+class Info:
+    """Describe a trained model, or what this machine can run."""
+
+    run_folder: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(name="run")] = None
+    """A run, a checkpoint or a saved model."""
+    backends: bool = False
+    """Tell which backends this machine has."""
+
+    def run(self) -> None:
+        if self.backends or self.run_folder is None:
+            print(f"attractor {__version__}, torch {torch.__version__}, GPU: {torch.cuda.is_available()}")
+            print("backends:", ", ".join(ops.BACKENDS))
+        if self.run_folder is not None:
+            print(model_card(find_model(self.run_folder)))
+
+
+@dataclass(kw_only=True)
+class ExperimentList:
+    """Name the experiments."""
+
+    def run(self) -> None:
+        print(f"table1       {Table1.__doc__}")
+
+
+@dataclass(kw_only=True)
+class Table1:
+    """The paper's Table 1: dense against APN on char Shakespeare."""
+
+    size: table1.Size = "smoke"
+    """"smoke": two CPU cores, about two minutes. "paper": the paper's settings, one GPU."""
+    out: Path = Path("runs/table1")
+    result: Path | None = None
+    """Where the JSON goes (default: OUT/SIZE.json)."""
+    device: str | None = None
+    models: tuple[Literal["dense", "apn"], ...] = ("dense", "apn")
+
+    def run(self) -> None:
+        dataset = _dataset(presets.paper_dense())
+        steps = sum(table1.run_config(model, self.size).train.max_steps for model in self.models)
+        with progress_bar(steps // len(self.models), f"table1 {self.size}") as report:
+            result = self.result or self.out / f"{self.size}.json"
+            values = table1.run(
+                self.size,
+                dataset,
+                self.out / self.size,
+                result,
+                device=self.device,
+                models=self.models,
+                report=report,
+            )
+        print(table1.table(values["rows"], self.size))
+        print(f"written to {result}")
+
+
+def _dataset(config: RunConfig) -> Dataset:
+    data = config.data
+    folder = Path(data.source)
+    if (folder / "meta.json").is_file():
+        return Dataset.open(folder)
+    return prepare(
+        data.source, Path("data") / f"{folder.stem}-{Path(data.tokenizer).stem}", tokenizer=data.tokenizer,
+        vocab_size=data.vocab_size, val_fraction=data.val_fraction,
+    )  # fmt: skip
+
+
+def model_card(folder: Path) -> str:
+    model = GPT.from_pretrained(folder)
+    layers = model.apn_layers()
+    lines = [f"model            {folder}", f"parameters       {model.num_parameters():,} without positions"]
+    if layers:
+        idle = sum(c["total"] - c["active"] for c in map(analysis.parameter_counts, layers.values()))
+        lines += [
+            f"  one token uses {model.num_parameters() - idle:,}",
+            f"APN layers       {next(iter(layers.values()))}",
+        ]
+    lines.append(f"multiply-adds    {analysis.model_multiply_adds(model):,} per token, forward")
+    run = folder.parent.parent
+    if (folder / "run.json").is_file():
+        data = RunConfig.from_json((folder / "run.json").read_text()).data
+        lines.append(f"data             {data.source}, {data.tokenizer} tokens")
+    if (run / "metrics.jsonl").is_file():
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        evaluations = [(r["val/loss"], r["step"]) for r in records if r.get("val/loss") is not None]
+        if evaluations:
+            loss, step = min(evaluations)
+            lines.append(f"best validation  {math.exp(loss):.4f} perplexity at step {step}")
+    return "\n".join(lines)
+
+
+class progress_bar:
+    """A tqdm bar that follows the records of a run; evaluations stay on the screen as lines."""
+
+    def __init__(self, steps: int, name: str) -> None:
+        from tqdm import tqdm
+
+        self.bar = tqdm(total=steps, desc=name, unit="step", mininterval=0.5)
+
+    def __enter__(self) -> Callable[[dict[str, Any]], None]:
+        return self.show
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
+
+    def show(self, record: dict[str, Any]) -> None:
+        self.bar.n = record["step"]
+        if "train/loss" in record:
+            speed = record["train/tokens_per_second"]
+            self.bar.set_postfix_str(f"loss {record['train/loss']:.3f}, {speed:,.0f} tokens/s", refresh=False)
+        if "val/ppl" in record:
+            self.bar.write(f"step {record['step']:6d}  validation perplexity {record['val/ppl']:.4f}")
+        self.bar.refresh()
+
+
+def _commands() -> Any:
+    """The tree of verbs as a type: tyro makes parser, help and completion from it."""
+    train = tyro.extras.subcommand_type_from_defaults(
+        {name: Train(config=preset(), preset=name) for name, preset in presets.NAMES.items()},
+        {name: preset.__doc__ or "" for name, preset in presets.NAMES.items()},
+    )
+    verb = tyro.conf.subcommand
+    return (
+        Annotated[
+            Annotated[DataList, verb("list")] | Annotated[DataPrepare, verb("prepare")],
+            verb("data", description="List and prepare texts."),
+        ]
+        | Annotated[train, verb("train", description="Train a model from a preset.")]
+        | Annotated[Sample, verb("sample")]
+        | Annotated[Info, verb("info")]
+        | Annotated[
+            Annotated[ExperimentList, verb("list")] | Annotated[Table1, verb("table1")],
+            verb("experiment", description="Reproduce a table or a figure."),
+        ]
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    if arguments == ["--version"]:
+        print(f"attractor {__version__}")
+        return 0
+    command = tyro.cli(_commands(), args=arguments, prog="attractor", description=__doc__)
+    try:
+        return command.run() or 0
+    except (ValueError, OSError, CorpusUnavailable, NotFiniteLoss) as error:
+        print(f"attractor: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

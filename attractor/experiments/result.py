@@ -1,0 +1,46 @@
+"""A result is a JSON file that says what was computed, with what, from which code and on which machine."""
+
+import json
+import os
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from attractor.version import __version__
+
+
+def provenance() -> dict[str, Any]:
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "commit": os.environ.get("ATTRACTOR_COMMIT") or _git("rev-parse", "HEAD") or "unknown",
+        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "versions": {
+            "attractor": __version__, "torch": torch.__version__, "numpy": numpy.__version__,
+            "python": platform.python_version(),
+        },
+        "machine": {
+            "system": platform.system(), "processor": platform.machine(), "gpu": gpu,
+            "cpu_threads": torch.get_num_threads(),
+        },
+    }  # fmt: skip
+
+
+def _git(*arguments: str) -> str:
+    """Empty outside a checkout: an installed package has no commit."""
+    here = Path(__file__).parent
+    try:
+        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, timeout=10)
+    except OSError:
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def write_result(path: Path, values: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".partial-{path.name}")
+    partial.write_text(json.dumps({**values, "provenance": provenance()}, indent=2) + "\n")
+    os.replace(partial, path)

@@ -1,0 +1,58 @@
+"""Named configurations: `presets.NAMES["paper_apn"]()` is everything `attractor train paper_apn` needs."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from attractor.config import APNConfig, DataConfig, GPTConfig, RunConfig, TrainConfig
+
+
+def paper_dense() -> RunConfig:
+    """The paper's baseline: 6 layers of width 384 with a dense FFN, 10.65M parameters, char Shakespeare."""
+    return RunConfig(model=GPTConfig(dropout=0.2))
+
+
+def paper_apn() -> RunConfig:
+    """The paper's APN: 256 patches of rank 32, 4 active, 23.21M parameters."""
+    return _with_apn(paper_dense(), APNConfig(init="paper"))
+
+
+def tiny_dense() -> RunConfig:
+    """A model that two CPU cores train in a minute."""
+    return RunConfig(
+        model=GPTConfig(context=64, num_layers=4, num_heads=4, dim=128),
+        train=TrainConfig(
+            max_steps=600, batch_size=16, warmup_steps=30, eval_interval=200, checkpoint_interval=200
+        ),
+    )
+
+
+def tiny_apn() -> RunConfig:
+    """tiny_dense with an APN of about the same parameters per layer."""
+    return _with_apn(tiny_dense(), APNConfig(num_patches=30, top_k=2, rank=32))
+
+
+def gpt2_small_dense() -> RunConfig:
+    """The size of GPT-2 small, byte-pair tokens."""
+    return RunConfig(
+        model=GPTConfig(vocab_size=32768, context=1024, num_layers=12, num_heads=12, dim=768),
+        train=TrainConfig(
+            max_steps=20000, batch_size=64, accumulation=4, learning_rate=6e-4, min_learning_rate=6e-5,
+            warmup_steps=500, beta2=0.95, eval_interval=1000, checkpoint_interval=1000,
+        ),
+        data=DataConfig(tokenizer="bpe", vocab_size=32768),
+    )  # fmt: skip
+
+
+def gpt2_small_apn() -> RunConfig:
+    """gpt2_small_dense with 256 patches of rank 64."""
+    return _with_apn(gpt2_small_dense(), APNConfig(rank=64))
+
+
+def _with_apn(run: RunConfig, apn: APNConfig) -> RunConfig:
+    return replace(run, model=replace(run.model, ffn="apn", apn=apn))
+
+
+NAMES: dict[str, Callable[[], RunConfig]] = {
+    preset.__name__: preset
+    for preset in (paper_dense, paper_apn, tiny_dense, tiny_apn, gpt2_small_dense, gpt2_small_apn)
+}

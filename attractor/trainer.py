@@ -1,0 +1,382 @@
+"""The one training loop: step, evaluate, log, save, stop on a signal.
+
+    trainer = Trainer(presets.tiny_apn(), Dataset.open("data/shakespeare"), Path("runs/tiny"))
+    summary = trainer.run()
+
+A run folder holds config.json, metrics.jsonl, TensorBoard events and checkpoints/. On the CPU a run that was
+interrupted and resumed ends with the same bytes as one that was not.
+"""
+
+import json
+import logging
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attractor import analysis, monitor
+from attractor.checkpoint import Checkpoints, load_training_state, save_training_state
+from attractor.config import RunConfig, TrainConfig
+from attractor.data import Batches, Dataset, windows
+from attractor.layer import APN, ROLES, warmup_factor
+from attractor.model import GPT
+
+log = logging.getLogger("attractor")
+
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "T4": 65e12}
+"""Dense bfloat16 (T4: float16) rates from the vendors' data sheets, for MFU."""
+
+
+class NotFiniteLoss(RuntimeError):
+    """The loss became NaN or infinite. The last checkpoint was written before that."""
+
+
+class Trainer:
+    def __init__(
+        self,
+        config: RunConfig,
+        dataset: Dataset,
+        run: Path,
+        *,
+        device: str | torch.device | None = None,
+        backend: str = "auto",
+        report: Callable[[dict[str, Any]], None] = lambda record: None,
+    ) -> None:
+        if dataset.tokenizer.vocab_size != config.model.vocab_size:
+            raise ValueError(
+                f"the data has {dataset.tokenizer.vocab_size} tokens in its vocabulary and the model "
+                f"{config.model.vocab_size}; set model.vocab_size"
+            )
+        self.config, self.dataset, self.folder, self.report = config, dataset, Path(run), report
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        torch.manual_seed(config.train.seed)
+        self.model = GPT(config.model, backend=backend).to(self.device)
+        on_gpu = self.device.type == "cuda"
+        self.compiled: nn.Module = self.model
+        if config.train.compile or (config.train.compile is None and on_gpu):
+            self.compiled = torch.compile(self.model)  # type: ignore[assignment]
+        self.optimizer = make_optimizer(self.model, config.train, fused=on_gpu)
+        self.batches = Batches(
+            dataset.train, config.train.batch_size, config.model.context, seed=config.train.seed
+        )
+        self.checkpoints = Checkpoints(self.folder)
+        self.step = 0
+        self.best_loss, self.best_step = math.inf, 0
+        self.evaluations_since_best = 0
+        self.seconds = 0.0
+        self.not_training = 0.0
+        self.flops_per_token = 6 * analysis.model_multiply_adds(self.model)
+        self.peak_flops = peak_flops(self.device)
+
+    def run(self) -> dict[str, Any]:
+        """Train to the end, or until SIGINT or SIGTERM stops it after a step; returns where it got to."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "config.json").write_text(self.config.to_json())
+        train = self.config.train
+        self.not_training = time.perf_counter() - self.seconds
+        with stop_on_signal() as stopped, self._loggers() as record:
+            marked_time, marked_step = self._clock(), self.step
+            while self.step < train.max_steps and not stopped() and not self._out_of_patience():
+                loss = self._train_step()
+                self.step += 1
+                is_last = self.step == train.max_steps
+                if self.step % train.log_interval == 0 or self.step == 1 or is_last:
+                    value, now = self._finite(loss), self._clock()
+                    record({"train/loss": value, **self._speed(self.step - marked_step, now - marked_time)})
+                    marked_time, marked_step = now, self.step
+                if self.step % train.eval_interval == 0 or is_last:
+                    self._finite(loss)
+                    with self._clock_stopped():
+                        record(self._evaluate())
+                if self.step % train.checkpoint_interval == 0 or is_last:
+                    self._finite(loss)
+                    with self._clock_stopped():
+                        self.save("last")
+            if stopped():
+                self.save("last")
+            self.seconds = self._clock()
+            return self.summary(interrupted=stopped())
+
+    def _clock(self) -> float:
+        """Seconds spent training, without evaluation and saving, over all resumptions."""
+        return time.perf_counter() - self.not_training
+
+    @contextmanager
+    def _clock_stopped(self) -> Iterator[None]:
+        self.seconds = self._clock()
+        yield
+        self.not_training = time.perf_counter() - self.seconds
+
+    def resume(self) -> bool:
+        """Go on from the last checkpoint of this run, if there is one."""
+        folder = self.checkpoints.newest("last")
+        if folder is None:
+            return False
+        saved = GPT.from_pretrained(folder, device=self.device)
+        if saved.config != self.config.model:
+            raise ValueError(f"{folder} holds another model; resume with its own settings or start a new run")
+        self.model.load_state_dict(saved.state_dict())
+        progress = load_training_state(folder, self.model, self.optimizer)
+        self.batches.load_state_dict(progress["batches"])
+        self.step, self.seconds = progress["step"], progress["seconds"]
+        self.best_loss = math.inf if progress["best_loss"] is None else progress["best_loss"]
+        self.best_step = progress["best_step"]
+        self.evaluations_since_best = progress["evaluations_since_best"]
+        return True
+
+    def save(self, kind: str) -> Path:
+        def fill(folder: Path) -> None:
+            self.model.save_pretrained(folder)
+            self.dataset.tokenizer.save(folder / "tokenizer.json")
+            (folder / "run.json").write_text(self.config.to_json())
+            if kind == "last":
+                progress = {
+                    "step": self.step, "best_loss": number(self.best_loss), "best_step": self.best_step,
+                    "evaluations_since_best": self.evaluations_since_best, "seconds": self.seconds,
+                    "batches": self.batches.state_dict(),
+                }  # fmt: skip
+                save_training_state(folder, self.model, self.optimizer, progress)
+
+        return self.checkpoints.save(kind, self.step, fill)
+
+    def summary(self, interrupted: bool = False) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "best_val_loss": number(self.best_loss),
+            "best_val_ppl": number(perplexity(self.best_loss)),
+            "best_step": self.best_step,
+            "seconds": self.seconds,
+            "interrupted": interrupted,
+            "parameters": self.model.num_parameters(),
+        }
+
+    def autocast(self) -> AbstractContextManager:
+        return autocast(self.device, self.config.train.precision)
+
+    def _train_step(self) -> Tensor:
+        train = self.config.train
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(train, self.step)
+        if train.scale_warmup_steps:
+            for layer in self.model.apn_layers().values():
+                layer.set_scale_factor(warmup_factor(self.step, train.scale_warmup_steps))
+        self.compiled.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        inputs, targets = (part.to(self.device, non_blocking=True) for part in next(self.batches))
+        total = torch.zeros((), device=self.device)
+        for x, y in zip(inputs.chunk(train.accumulation), targets.chunk(train.accumulation), strict=True):
+            with self.autocast():
+                loss, objective = self._losses(x, y)
+            (objective / train.accumulation).backward()
+            total += loss.detach() / train.accumulation
+        if train.clip_norm:
+            nn.utils.clip_grad_norm_(self.model.parameters(), train.clip_norm)
+        self.optimizer.step()
+        return total
+
+    def _losses(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """Cross entropy, and what is minimised: cross entropy plus the regularisers that were asked for."""
+        train = self.config.train
+        regularised = bool(train.balance_weight or train.entropy_weight)
+        if not regularised:
+            loss = F.cross_entropy(self.compiled(x).flatten(0, 1).float(), y.flatten())
+            return loss, loss
+        logits, stats = self.compiled(x, return_stats=True)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
+        objective = loss
+        for layer in stats.values():
+            objective = (
+                objective + train.balance_weight * layer.balance - train.entropy_weight * layer.entropy
+            )
+        return loss, objective
+
+    def _evaluate(self) -> dict[str, float]:
+        loss = evaluate(self.model, self.dataset.val, autocast=self.autocast)
+        if loss < self.best_loss:
+            self.best_loss, self.best_step, self.evaluations_since_best = loss, self.step, 0
+            self.save("best")
+        else:
+            self.evaluations_since_best += 1
+        return {"val/loss": loss, "val/ppl": perplexity(loss), **self._routing()}
+
+    def _out_of_patience(self) -> bool:
+        patience = self.config.train.patience
+        return patience is not None and self.evaluations_since_best >= patience
+
+    @torch.no_grad()
+    def _routing(self) -> dict[str, float]:
+        """Routing health of every APN layer on a piece of the validation text."""
+        context = self.config.model.context
+        length = min(len(self.dataset.val), 8 * context) // context * context or len(self.dataset.val)
+        tokens = torch.from_numpy(self.dataset.val[:length].astype(np.int64)).to(self.device)
+        self.model.eval()
+        with self.autocast():
+            _, stats = self.model(tokens.view(-1, min(context, length)), return_stats=True)
+        values: dict[str, float] = {}
+        for layer, layer_stats in stats.items():
+            values |= monitor.summary(layer_stats, prefix=f"apn/{layer}/")
+        return values
+
+    def _speed(self, steps: int, seconds: float) -> dict[str, float]:
+        tokens = steps * self.config.train.batch_size * self.config.model.context / max(seconds, 1e-9)
+        values = {
+            "train/lr": learning_rate(self.config.train, self.step - 1),
+            "train/tokens_per_second": tokens,
+        }
+        if self.peak_flops:
+            values["train/mfu"] = tokens * self.flops_per_token / self.peak_flops
+        return values
+
+    def _finite(self, loss: Tensor) -> float:
+        value = float(loss)
+        if not math.isfinite(value):
+            newest = self.checkpoints.newest("last")
+            raise NotFiniteLoss(
+                f"the loss is {value} at step {self.step}; "
+                + (f"the last good state is {newest}" if newest else "no checkpoint was written yet")
+                + ". Lower train.learning_rate, or raise train.warmup_steps"
+            )
+        return value
+
+    @contextmanager
+    def _loggers(self) -> Iterator[Callable[[dict[str, float]], None]]:
+        """metrics.jsonl always, TensorBoard where installed, and the caller's own report."""
+        path = self.folder / "metrics.jsonl"
+        kept = []
+        if self.step and path.exists():  # records after the checkpoint belong to a future that did not happen
+            for line in path.read_text().splitlines():
+                try:
+                    if json.loads(line)["step"] <= self.step:
+                        kept.append(line + "\n")
+                except json.JSONDecodeError:
+                    pass  # a line cut short by a kill
+        partial = path.with_name(".metrics.jsonl")
+        partial.write_text("".join(kept))
+        os.replace(partial, path)
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+
+            board = SummaryWriter(str(self.folder / "tensorboard"), purge_step=self.step + 1)
+        except ImportError:
+            log.info("tensorboard is not installed: metrics go to %s only", path)
+            board = None
+        with path.open("a") as file:
+
+            def record(values: dict[str, float]) -> None:
+                entry = {"step": self.step, **{name: number(value) for name, value in values.items()}}
+                file.write(json.dumps(entry) + "\n")
+                file.flush()
+                for name, value in values.items():
+                    if board is not None:
+                        board.add_scalar(name, value, self.step)
+                self.report(entry)
+
+            try:
+                yield record
+            finally:
+                if board is not None:
+                    board.close()
+
+
+def number(value: float) -> float | None:
+    """JSON has no NaN and no infinity."""
+    return value if math.isfinite(value) else None
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+@torch.no_grad()
+def evaluate(
+    model: GPT,
+    tokens: np.ndarray,
+    *,
+    batch_size: int = 64,
+    autocast: Callable[[], AbstractContextManager] = nullcontext,
+) -> float:
+    """Mean loss in nats per token over all of `tokens`, in contiguous windows of the model's context.
+
+    Every token but the first is predicted exactly once: no sampling, so two evaluations agree.
+    """
+    was_training = model.training
+    model.eval()
+    device = model.embedding.weight.device
+    total, count = 0.0, 0
+    for inputs, targets, number in windows(tokens, model.config.context, batch_size):
+        with autocast():
+            logits = model(inputs.to(device))
+        losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.to(device).flatten(), reduction="sum")
+        total += float(losses.double())
+        count += number
+    model.train(was_training)
+    return total / count
+
+
+def make_optimizer(model: nn.Module, train: TrainConfig, *, fused: bool = False) -> torch.optim.AdamW:
+    """AdamW that decays matrices; norms, biases, gates and prototypes have no reason to shrink."""
+    undecayed = {parameter for parameter in model.parameters() if parameter.dim() < 2}
+    for module in model.modules():
+        if isinstance(module, APN):
+            undecayed |= {
+                p for name, p in module.named_parameters() if ROLES[name] in ("gates", "prototypes")
+            }
+    groups = [
+        {"params": [p for p in model.parameters() if p not in undecayed], "weight_decay": train.weight_decay},
+        {"params": [p for p in model.parameters() if p in undecayed], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=train.learning_rate, betas=(0.9, train.beta2), fused=fused)
+
+
+def learning_rate(train: TrainConfig, step: int) -> float:
+    """Linear warm-up, then a cosine down to the minimum at the last step."""
+    if step < train.warmup_steps:
+        return train.learning_rate * (step + 1) / (train.warmup_steps + 1)
+    done = (step - train.warmup_steps) / max(1, train.max_steps - train.warmup_steps)
+    height = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    return train.min_learning_rate + height * (train.learning_rate - train.min_learning_rate)
+
+
+def autocast(device: torch.device, precision: str) -> AbstractContextManager:
+    use_bfloat16 = precision == "bfloat16" or (
+        precision == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported()
+    )
+    return torch.autocast(device.type, torch.bfloat16, enabled=use_bfloat16)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's matrix rate if we know it; MFU is not reported otherwise."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return next((rate for key, rate in PEAK_FLOPS.items() if key in name), None)
+
+
+@contextmanager
+def stop_on_signal() -> Iterator[Callable[[], bool]]:
+    """Turn the first SIGINT or SIGTERM into a polite stop at the next step; a second SIGINT stops at once."""
+    seen: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if seen and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        seen.append(number)
+        log.warning("stopping after this step; the state will be saved")
+
+    try:
+        previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not the main thread: nobody sends us signals
+        previous = {}
+    try:
+        yield lambda: bool(seen)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

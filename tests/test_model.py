@@ -1,0 +1,225 @@
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+
+from attractor import analysis, presets
+from attractor.config import APNConfig, GPTConfig
+from attractor.generate import generate, sample
+from attractor.layer import APN
+from attractor.model import GPT, MLP, KVCache
+
+SMALL = GPTConfig(
+    vocab_size=11,
+    context=16,
+    num_layers=2,
+    num_heads=2,
+    dim=16,
+    ffn="apn",
+    apn=APNConfig(num_patches=8, rank=4),
+)
+
+
+def build(config: GPTConfig = SMALL, seed: int = 0) -> GPT:
+    torch.manual_seed(seed)
+    return GPT(config)
+
+
+@pytest.mark.parametrize(
+    ("preset", "millions"), [("paper_dense", 10.65), ("paper_apn", 23.21), ("gpt2_small_dense", 110.12)]
+)
+def test_parameters_of_the_presets(preset, millions):
+    with torch.device("meta"):
+        model = GPT(presets.NAMES[preset]().model)
+    assert round(model.num_parameters() / 1e6, 2) == millions
+    assert model.num_parameters(positions=True) == sum(p.numel() for p in model.parameters())
+
+
+def test_every_preset_has_a_docstring_and_survives_json():
+    for preset in presets.NAMES.values():
+        config = preset()
+        assert preset.__doc__
+        assert type(config).from_json(config.to_json()) == config
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_dense_model_equals_torch(bias):
+    """The dense model against PyTorch's own Transformer layers with the same weights."""
+    config = dataclasses.replace(SMALL, ffn="mlp", bias=bias)
+    model = build(config).double().eval()
+    layers = []
+    for block in model.blocks:
+        layer = nn.TransformerEncoderLayer(
+            16,
+            2,
+            64,
+            0.0,
+            nn.functional.gelu,
+            batch_first=True,
+            norm_first=True,
+            bias=bias,
+            dtype=torch.float64,
+        ).eval()
+        pairs = {
+            "self_attn.in_proj_": block.attention.qkv, "self_attn.out_proj.": block.attention.out,
+            "linear1.": block.ffn.up, "linear2.": block.ffn.out,
+            "norm1.": block.norm_1, "norm2.": block.norm_2,
+        }  # fmt: skip
+        state = {prefix + name: p for prefix, part in pairs.items() for name, p in part.named_parameters()}
+        layer.load_state_dict(state)
+        layers.append(layer)
+    tokens = torch.randint(11, (3, 16))
+    h = model.embedding(tokens) + model.positions.weight
+    mask = nn.Transformer.generate_square_subsequent_mask(16, dtype=torch.float64)
+    for layer in layers:
+        h = layer(h, src_mask=mask, is_causal=True)
+    torch.testing.assert_close(model(tokens), model.norm(h) @ model.embedding.weight.T)
+
+
+def test_causality():
+    model = build().eval()
+    tokens = torch.randint(11, (2, 16))
+    changed = tokens.clone()
+    changed[:, 9] = (changed[:, 9] + 1) % 11
+    assert torch.equal(model(tokens)[:, :9], model(changed)[:, :9])
+    assert not torch.equal(model(tokens)[:, 9:], model(changed)[:, 9:])
+
+
+def test_layers_may_differ():
+    config = dataclasses.replace(
+        SMALL, num_layers=3, per_layer={"0": {"ffn": "mlp"}, "2": {"num_patches": 5, "gate": "scalar"}}
+    )
+    model = build(config)
+    assert isinstance(model.blocks[0].ffn, MLP)
+    assert {layer: apn.num_patches for layer, apn in model.apn_layers().items()} == {1: 8, 2: 5}
+    assert model.blocks[2].ffn.gate_slope is None
+    assert model.blocks[1].ffn.config.num_layers == 3
+    _, stats = model(torch.randint(11, (1, 4)), return_stats=True)
+    assert set(stats) == {1, 2}
+    assert GPTConfig.from_json(config.to_json()) == config
+
+
+def test_statistics_refer_to_the_residual_stream():
+    model = build().eval()
+    tokens = torch.randint(11, (1, 5))
+    logits, stats = model(tokens, return_stats=True)
+    assert torch.equal(logits, model(tokens))
+    h = model.embedding(tokens) + model.positions.weight[:5]
+    h = h + model.blocks[0].attention(model.blocks[0].norm_1(h), None)
+    torch.testing.assert_close(stats[0].input_norm, h.norm(dim=-1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dim": 15}, "dim=15 must be a multiple of num_heads=2"),
+        ({"ffn": "kan"}, "ffn='kan' is unknown; allowed: 'mlp', 'apn'"),
+        ({"context": 0}, "context=0 must be a positive integer"),
+        ({"per_layer": {"2": {"ffn": "mlp"}}}, "per_layer names layer '2'; allowed: '0' to '1'"),
+        ({"per_layer": {"0": {"ffn": "kan"}}}, r"per_layer\[0\].ffn='kan' is unknown"),
+        ({"per_layer": {"0": {"patches": 3}}}, r"unknown fields \['patches'\]"),
+        ({"apn": APNConfig(dropout=0.5)}, "apn.dropout=0.5 contradicts dropout=0.0"),
+    ],
+)
+def test_bad_configurations(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(SMALL, **changes)
+
+
+def test_save_and_load(tmp_path):
+    model = build().eval()
+    model.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+    again = GPT.from_pretrained(tmp_path).eval()
+    tokens = torch.randint(11, (2, 9))
+    assert torch.equal(again(tokens), model(tokens))
+    (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-10])
+    with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
+        GPT.from_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"holds no model\.safetensors"):
+        GPT.from_pretrained(tmp_path)
+
+
+def test_loading_is_strict(tmp_path):
+    build().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(dataclasses.replace(SMALL, num_layers=1).to_json())
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        GPT.from_pretrained(tmp_path)
+
+
+def test_multiply_adds_of_the_model():
+    config = dataclasses.replace(SMALL, per_layer={"0": {"ffn": "mlp"}})
+    d, t = 16, 16
+    apn = 8 * d + d * 4 + 4 * 4 * d
+    expected = 2 * (4 * d * d + t * d) + 8 * d * d + apn + 11 * d
+    assert analysis.model_multiply_adds(build(config)) == expected
+
+
+@pytest.mark.parametrize("pieces", [[16], [1] * 16, [5, 1, 7, 3]])
+def test_cache_equals_cache_free(pieces):
+    model = build().eval()
+    tokens = torch.randint(11, (2, 16))
+    cache = KVCache(model, 2)
+    with torch.no_grad():
+        parts = [model(piece, cache=cache) for piece in tokens.split(pieces, dim=1)]
+        torch.testing.assert_close(torch.cat(parts, 1), model(tokens))
+        with pytest.raises(ValueError, match="17 tokens do not fit into the model's context of 16"):
+            model(tokens[:, :1], cache=cache)
+
+
+def test_greedy_generation_equals_the_plain_loop():
+    model = build().eval()
+    text = torch.randint(11, (3, 4))
+    out = torch.stack(list(generate(model, text, max_tokens=12, temperature=0)), 1)
+    for _ in range(12):
+        text = torch.cat([text, model(text)[:, -1].argmax(-1, keepdim=True)], 1)
+    assert torch.equal(out, text[:, 4:])
+
+
+def test_generation_goes_past_the_context_and_is_seeded():
+    model = build().train()
+    text = torch.randint(11, (2, 30))  # longer than the context
+    first, second, other = (
+        torch.stack(list(generate(model, text, max_tokens=40, seed=seed)), 1) for seed in (1, 1, 2)
+    )
+    assert first.shape == (2, 40)
+    assert torch.equal(first, second)
+    assert not torch.equal(first, other)
+    assert model.training
+
+
+def test_sampling_follows_the_distribution():
+    random = torch.Generator().manual_seed(0)
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(20000, 4)
+
+    def frequencies(*options) -> list[float]:
+        return (torch.bincount(sample(logits, *options, random), minlength=4) / 20000).tolist()
+
+    assert frequencies(1.0, None, None) == pytest.approx([0.5, 0.3, 0.15, 0.05], abs=0.02)
+    assert frequencies(1.0, 2, None) == pytest.approx([0.625, 0.375, 0, 0], abs=0.02)
+    assert frequencies(1.0, None, 0.8) == pytest.approx([0.625, 0.375, 0, 0], abs=0.02)
+    assert frequencies(1.0, None, 0.81)[2] > 0
+    assert frequencies(1.0, 3, 0.5) == [1, 0, 0, 0]
+    assert frequencies(0.5, None, None)[0] == pytest.approx(0.25 / 0.365, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens=0"),
+        ({"temperature": -1}, "temperature=-1"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"top_p": 1.5}, "top_p=1.5 must be a number, 0 < top_p <= 1"),
+    ],
+)
+def test_bad_generation_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        generate(build(), torch.zeros(1, 1, dtype=torch.long), **options)
+    with pytest.raises(ValueError, match="at least one token"):
+        generate(build(), torch.zeros(1, 0, dtype=torch.long))
+
+
+def test_apn_layers_by_role():
+    assert all(isinstance(layer, APN) for layer in build().apn_layers().values())

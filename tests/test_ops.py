@@ -1,0 +1,73 @@
+"""Every backend against the reference: the same update, routing and gradients."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_layer import build, every_variant
+
+from attractor import ops
+from attractor.ops.grouped import grouped_decode, grouped_decode_backward
+from attractor.ops.reference import gathered_decode
+from attractor.ops.rows import take_rows
+
+FAST = [name for name in ops.BACKENDS if name != "reference"]
+
+
+@every_variant
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("tokens", [0, 1, 37])
+def test_backends_agree(variant, backend, tokens):
+    layer = build(**variant, dtype=torch.float64)
+    x = torch.randn(tokens, 12, dtype=torch.float64, requires_grad=True)
+    upstream = torch.randn(tokens, 12, dtype=torch.float64)
+    results = []
+    for layer.backend in ("reference", backend):
+        update, stats = layer(x, return_stats=True)
+        gradients = torch.autograd.grad(update, [x, *layer.parameters()], upstream)
+        results.append((update, stats.indices, stats.weights, stats.confidence, *gradients))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-12)
+
+
+def routings(tokens: int, top_k: int, patches: int) -> dict[str, torch.Tensor]:
+    even = torch.rand(tokens, patches).argsort(1)[:, :top_k]
+    zipf = (1 / torch.arange(1, patches + 1)).expand(tokens, patches)
+    return {
+        "even": even,
+        "zipf": torch.multinomial(zipf, top_k),
+        "all to the first": torch.arange(top_k).expand(tokens, top_k),
+        "all to the last": patches - 1 - torch.arange(top_k).expand(tokens, top_k),
+    }
+
+
+@settings(derandomize=True, deadline=None, max_examples=40)
+@given(
+    st.integers(0, 50), st.integers(1, 4), st.integers(4, 9), st.integers(1, 7), st.integers(1, 9), st.data()
+)
+def test_grouped_decode(tokens, top_k, patches, rank, dim, data):
+    torch.manual_seed(data.draw(st.integers(0, 1000)))
+    given_routings = routings(tokens, top_k, patches)
+    idx = given_routings[data.draw(st.sampled_from(sorted(given_routings)))]
+    code = torch.randn(tokens, top_k, rank, dtype=torch.float64, requires_grad=True)
+    decoder = torch.randn(patches, rank, dim, dtype=torch.float64, requires_grad=True)
+    upstream = torch.randn(tokens, dim, dtype=torch.float64)
+    results = []
+    for decode in (gathered_decode, grouped_decode):
+        update = decode(code, decoder, idx)
+        results.append((update, *torch.autograd.grad(update, (code, decoder), upstream)))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-12)
+
+
+def test_operators_are_well_behaved():
+    code = torch.randn(6, 2, 3, requires_grad=True)
+    decoder = torch.randn(5, 3, 4, requires_grad=True)
+    idx = torch.tensor([[0, 4], [0, 1], [4, 1], [3, 0], [0, 1], [1, 0]])
+    torch.library.opcheck(grouped_decode, (code, decoder, idx))
+    torch.library.opcheck(grouped_decode_backward, (torch.randn(6, 4), code.detach(), decoder.detach(), idx))
+    torch.library.opcheck(take_rows, (torch.randn(5, 3, requires_grad=True), idx))
+
+
+def test_one_backend_is_for_the_cpu_alone():
+    layer = build(backend="grouped", device="meta")
+    with pytest.raises(ValueError, match="backend='grouped' runs on the CPU; the input is on meta"):
+        layer(torch.randn(2, 12, device="meta"))
