@@ -248,8 +248,9 @@ class progress_bar:
         if "train/loss" in record:
             speed = record["train/tokens_per_second"]
             self.bar.set_postfix_str(f"loss {record['train/loss']:.3f}, {speed:,.0f} tokens/s", refresh=False)
-        if "val/ppl" in record:
-            self.bar.write(f"step {record['step']:6d}  validation perplexity {record['val/ppl']:.4f}")
+        if record.get("val/ppl") is not None:
+            line = f"step {record['step']:6d}  validation perplexity {record['val/ppl']:.4f}"
+            self.bar.write(line, file=sys.stderr)  # stdout is for the result
         self.bar.refresh()
 
 

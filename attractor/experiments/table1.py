@@ -48,6 +48,8 @@ def run_one(
 ) -> dict[str, Any]:
     """Train one row of the table (or finish it) and measure its best checkpoint."""
     config = run_config(model, size)
+    shape = dataclasses.replace(config.model, vocab_size=dataset.tokenizer.vocab_size)
+    config = dataclasses.replace(config, model=shape)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     trainer = Trainer(config, dataset, folder, device=device, report=report)

@@ -1,0 +1,118 @@
+"""The command line, in process: what a person types, sees and gets back."""
+
+import dataclasses
+import json
+import random
+import shlex
+
+import pytest
+
+from attractor import cli, presets
+from attractor.experiments import table1
+from attractor.version import __version__
+
+FAST = shlex.split(
+    "--model.context 8 --model.num-layers 1 --model.num-heads 2 --model.dim 16 --model.apn.num-patches 4 "
+    "--model.apn.rank 4 --train.max-steps 6 --train.batch-size 2 --train.eval-interval 3 "
+    "--train.checkpoint-interval 3 --train.warmup-steps 1 --device cpu"
+)
+
+
+@pytest.fixture
+def text(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "words.txt"
+    file.write_text(" ".join(random.Random(0).choices(["to", "be", "or", "not"], k=500)))
+    return file
+
+
+def run(*arguments) -> int:
+    return cli.main([str(argument) for argument in arguments])
+
+
+def test_from_text_to_sample(text, capsys):
+    assert run("data", "prepare", text) == 0
+    assert "training and" in capsys.readouterr().out
+    assert run("train", "tiny_apn", "--data.source", "data/words", "--out", "runs/a", *FAST) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 6
+    assert run("sample", "runs/a", "--prompt", "to be", "--max-tokens", 20, "--seed", 1) == 0
+    first = capsys.readouterr().out
+    assert first.startswith("to be")
+    assert len(first) == len("to be") + 20 + 1
+    assert run("sample", "runs/a", "--prompt", "to be", "--max-tokens", 20, "--seed", 1) == 0
+    assert capsys.readouterr().out == first
+    assert run("info", "runs/a") == 0
+    card = capsys.readouterr().out
+    assert "best validation" in card
+    assert "APN(16, num_patches=4" in card
+    assert "char tokens" in card
+
+
+def test_a_run_is_neither_overwritten_nor_lost(text, capsys):
+    train = ["train", "tiny_dense", "--data.source", text, "--out", "runs/b", *FAST]
+    assert run(*train) == 0
+    assert run(*train) == 1
+    assert "holds a run already; --resume auto goes on with it" in capsys.readouterr().err
+    assert run(*train, "--resume", "auto", "--train.max-steps", "9") == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 9
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "tiny_apn", "--train.max-stepz", "3"], "--train.max-steps"),
+        (["train", "tiny_apn", "--train.max-steps", "-3"], "max_steps=-3 must be a positive integer"),
+        (["train", "tiny_apn", "--model.apn.top-k", "31"], "top_k=31 must not exceed num_patches=30"),
+        (["train", "huge"], "tiny_apn"),
+        (["sample"], "Missing from attractor sample"),
+    ],
+)
+def test_wrong_options_stop_before_any_work(text, capsys, arguments, message):
+    with pytest.raises(SystemExit) as stop:
+        run(*arguments)
+    assert stop.value.code == 2
+    shown = capsys.readouterr()
+    assert message in shown.err + shown.out
+    assert not (text.parent / "runs").exists()
+
+
+def test_wrong_files_are_explained(text, capsys):
+    assert run("sample", "nowhere") == 1
+    assert "neither a saved model" in capsys.readouterr().err
+    assert run("data", "prepare", "shakespear") == 1
+    assert "shakespeare" in capsys.readouterr().err
+    text.write_bytes(b"\x00\x01\x02" * 100)
+    assert run("data", "prepare", text) == 1
+    assert "attractor:" in capsys.readouterr().err
+
+
+def test_small_verbs(capsys):
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"attractor {__version__}\n"
+    assert run("data", "list") == 0
+    assert "paper-shift" in capsys.readouterr().out
+    assert run("info", "--backends") == 0
+    assert "reference, grouped" in capsys.readouterr().out
+    assert run("experiment", "list") == 0
+    with pytest.raises(SystemExit) as stop:
+        run("--help")
+    assert stop.value.code == 0
+
+
+def test_table1(text, capsys, monkeypatch):
+    def small(model, size):
+        config = presets.NAMES[f"tiny_{model}"]()
+        shape = dataclasses.replace(config.model, context=8, num_layers=1, dim=16)
+        train = dataclasses.replace(config.train, max_steps=4, batch_size=2, eval_interval=2)
+        return dataclasses.replace(config, model=shape, train=train)
+
+    monkeypatch.setattr(table1, "run_config", small)
+    monkeypatch.setattr(cli, "_dataset", lambda config: cli.prepare(text, "data/words"))
+    assert run("experiment", "table1", "--device", "cpu", "--result", "out.json") == 0
+    shown = capsys.readouterr().out
+    result = json.loads((text.parent / "out.json").read_text())
+    assert set(result["rows"]) == {"dense", "apn"}
+    assert f"{result['rows']['apn']['val_ppl']:.3f}" in shown
+    assert result["rows"]["apn"]["usage_entropy"] > 0
+    assert result["rows"]["dense"]["usage_entropy"] is None
+    assert {"commit", "versions", "machine"} <= set(result["provenance"])

@@ -1,0 +1,280 @@
+"""The loop: it learns, resumes to the bit, survives kills and full disks, and stops with a clear message."""
+
+import dataclasses
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from attractor import checkpoint
+from attractor.config import APNConfig, GPTConfig, RunConfig, TrainConfig
+from attractor.data import prepare, windows
+from attractor.layer import APN
+from attractor.model import GPT
+from attractor.trainer import NotFiniteLoss, Trainer, evaluate, learning_rate, make_optimizer
+
+CONFIG = RunConfig(
+    model=GPTConfig(
+        vocab_size=27, context=8, num_layers=2, num_heads=2, dim=16, dropout=0.1, ffn="apn",
+        apn=APNConfig(num_patches=6, top_k=2, rank=4, patch_dropout=0.1),
+    ),
+    train=TrainConfig(
+        max_steps=12, batch_size=4, warmup_steps=2, eval_interval=4, checkpoint_interval=3, log_interval=1
+    ),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dog", "my", "vex", "zip", "was"]
+    source = folder / "text.txt"
+    source.write_text(" ".join(random.Random(0).choices(words, k=400)))
+    return prepare(source, folder / "out", tokenizer="char")
+
+
+def config_for(dataset, **changes) -> RunConfig:
+    model = dataclasses.replace(CONFIG.model, vocab_size=dataset.tokenizer.vocab_size)
+    return dataclasses.replace(CONFIG, model=model, train=dataclasses.replace(CONFIG.train, **changes))
+
+
+def weights(run: Path) -> dict[str, torch.Tensor]:
+    folder = checkpoint.Checkpoints(run).newest("last")
+    return load_file(folder / "model.safetensors") | load_file(folder / "training.safetensors")
+
+
+def assert_same(run: Path, other: Path) -> None:
+    ours, theirs = weights(run), weights(other)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_it_learns_and_leaves_a_whole_run(dataset, tmp_path):
+    records = []
+    trainer = Trainer(
+        config_for(dataset, max_steps=60, learning_rate=1e-2), dataset, tmp_path, report=records.append
+    )
+    before = evaluate(trainer.model, dataset.val)
+    summary = trainer.run()
+    assert summary["step"] == 60
+    assert summary["best_val_loss"] < before - 0.5
+    model = GPT.from_pretrained(checkpoint.find_model(tmp_path))
+    assert evaluate(model, dataset.val) == pytest.approx(summary["best_val_loss"], abs=1e-6)
+    assert records == [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert any("apn/1/usage_entropy" in record for record in records)
+    assert RunConfig.from_json((tmp_path / "config.json").read_text()) == trainer.config
+    assert any((tmp_path / "tensorboard").iterdir())
+
+
+def test_evaluation_predicts_every_token_once(dataset):
+    torch.manual_seed(0)
+    model = GPT(config_for(dataset).model).double().eval()
+    tokens = dataset.val[:37]
+    losses = []
+    for start in range(0, 36, 8):  # one window at a time, the last one short
+        window = torch.from_numpy(tokens[start : start + 9].astype(np.int64))
+        log_p = model(window[None, :-1]).detach().log_softmax(-1)[0]
+        losses += [-float(log_p[i, window[i + 1]]) for i in range(len(window) - 1)]
+    assert len(losses) == 36 == sum(number for _, _, number in windows(tokens, 8, 3))
+    assert evaluate(model, tokens, batch_size=3) == pytest.approx(sum(losses) / 36, abs=1e-6)
+
+
+@pytest.mark.parametrize("stop_at", [1, 3, 5, 11])
+def test_resuming_is_exact(dataset, tmp_path, stop_at):
+    config = config_for(dataset)
+    Trainer(config, dataset, tmp_path / "whole").run()
+
+    def interrupt(record):
+        if record["step"] == stop_at:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    summary = Trainer(config, dataset, tmp_path / "parts", report=interrupt).run()
+    assert summary["interrupted"]
+    assert summary["step"] == stop_at
+    torch.manual_seed(99)  # nothing may depend on the state of the process
+    again = Trainer(config, dataset, tmp_path / "parts")
+    assert again.resume()
+    assert again.run()["step"] == 12
+    assert_same(tmp_path / "whole", tmp_path / "parts")
+    whole, parts = (
+        [
+            {name: value for name, value in json.loads(line).items() if name != "train/tokens_per_second"}
+            for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()
+        ]
+        for run in ("whole", "parts")
+    )
+    assert whole == parts
+
+
+SCRIPT = """
+import sys
+from pathlib import Path
+import torch
+from attractor.config import RunConfig
+from attractor.data import Dataset
+from attractor.trainer import Trainer
+torch.set_num_threads(1)
+config = RunConfig.from_json(Path(sys.argv[1]).read_text())
+trainer = Trainer(config, Dataset.open(sys.argv[2]), Path(sys.argv[3]))
+trainer.resume()
+print("ready", flush=True)
+trainer.run()
+"""
+
+
+def test_killed_at_any_moment_it_resumes(dataset, tmp_path):
+    """kill -9 again and again; what is on the disk must always load, and the end must be the same bytes."""
+    config = config_for(dataset, max_steps=40, checkpoint_interval=1, eval_interval=5)
+    (tmp_path / "config.json").write_text(config.to_json())
+    Trainer(config, dataset, tmp_path / "whole").run()
+    command = [sys.executable, "-c", SCRIPT, tmp_path / "config.json", dataset.folder, tmp_path / "killed"]
+    delays, kills = random.Random(0), 0
+    for _ in range(60):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process.stdout.readline()
+        time.sleep(delays.uniform(0, 0.15))
+        process.kill()
+        _, errors = process.communicate()
+        kills += process.returncode == -signal.SIGKILL
+        assert "Error" not in errors, errors
+        if process.returncode == 0 or kills == 8:
+            break
+    assert kills >= 3
+    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    assert_same(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_a_crash_while_saving_keeps_the_old_checkpoint(dataset, tmp_path, monkeypatch):
+    trainer = Trainer(config_for(dataset, max_steps=3), dataset, tmp_path)
+    trainer.run()
+    before = weights(tmp_path)
+    trainer.step = 4
+    for broken in ("save_file", "_flush", "os.rename"):
+        with monkeypatch.context() as patch:
+            target = checkpoint.os if broken == "os.rename" else checkpoint
+            patch.setattr(target, broken.removeprefix("os."), _disk_full)
+            with pytest.raises(OSError, match="No space left"):
+                trainer.save("last")
+        assert checkpoint.Checkpoints(tmp_path).newest("last").name == "last-00000003"
+        after = weights(tmp_path)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        assert not list((tmp_path / "checkpoints").glob(".partial*"))
+
+
+def _disk_full(*_, **__):
+    raise OSError(28, "No space left on device")
+
+
+def test_leftovers_of_a_killed_save_are_ignored_and_removed(dataset, tmp_path):
+    trainer = Trainer(config_for(dataset, max_steps=3), dataset, tmp_path)
+    trainer.run()
+    folder = tmp_path / "checkpoints"
+    (folder / ".partial-last-00000009-1").mkdir()
+    (folder / "last-notes").mkdir()
+    assert checkpoint.Checkpoints(tmp_path).newest("last").name == "last-00000003"
+    trainer.step = 4
+    trainer.save("last")
+    assert sorted(path.name for path in folder.iterdir()) == ["best-00000003", "last-00000004", "last-notes"]
+
+
+def test_loss_that_is_not_finite_stops_with_a_loadable_state(dataset, tmp_path):
+    def poison(record):
+        if record["step"] == 5:
+            with torch.no_grad():
+                trainer.model.norm.weight.fill_(torch.nan)
+
+    trainer = Trainer(config_for(dataset), dataset, tmp_path, report=poison)
+    with pytest.raises(
+        NotFiniteLoss, match=r"the loss is nan at step 6; the last good state is .*last-00000003"
+    ):
+        trainer.run()
+    again = Trainer(config_for(dataset), dataset, tmp_path)
+    assert again.resume()
+    assert again.step == 3
+    assert again.run()["step"] == 12
+
+
+def test_patience(dataset, tmp_path):
+    config = config_for(
+        dataset, eval_interval=1, patience=2, learning_rate=1e-12, min_learning_rate=0.0, warmup_steps=0
+    )
+    trainer = Trainer(config, dataset, tmp_path)
+    trainer.best_loss = 0.0  # nothing will be better
+    assert trainer.run()["step"] == 2
+
+
+def test_accumulation_and_regularisers(dataset, tmp_path):
+    config = config_for(dataset, max_steps=1)
+    still = dataclasses.replace(
+        config.model, dropout=0.0, apn=dataclasses.replace(config.model.apn, patch_dropout=0.0)
+    )
+    config = dataclasses.replace(config, model=still)
+    runs = {
+        "plain": config,
+        "pieces": dataclasses.replace(config, train=dataclasses.replace(config.train, accumulation=4)),
+        "balanced": dataclasses.replace(config, train=dataclasses.replace(config.train, balance_weight=10.0)),
+        "soft": dataclasses.replace(config, train=dataclasses.replace(config.train, entropy_weight=10.0)),
+    }
+    results = {}
+    for name, run in runs.items():
+        trainer = Trainer(run, dataset, tmp_path / name)
+        trainer.run()
+        results[name] = trainer.model.blocks[0].ffn.prototypes.detach()
+    torch.testing.assert_close(results["plain"], results["pieces"], rtol=1e-3, atol=1e-6)
+    assert not torch.allclose(results["plain"], results["balanced"], atol=1e-6)
+    assert not torch.allclose(results["plain"], results["soft"], atol=1e-6)
+
+
+def test_scale_warm_up_is_scheduled(dataset, tmp_path):
+    trainer = Trainer(config_for(dataset, max_steps=3, scale_warmup_steps=2), dataset, tmp_path)
+    seen = []
+    trainer.report = lambda record: seen.append(float(trainer.model.blocks[0].ffn.scale_factor))
+    trainer.run()
+    assert sorted(set(seen)) == pytest.approx([0.1, 0.55, 1.0])
+
+
+def test_learning_rate():
+    train = TrainConfig(max_steps=100, warmup_steps=10, learning_rate=1.0, min_learning_rate=0.1)
+    rates = [learning_rate(train, step) for step in range(101)]
+    assert rates[0] == pytest.approx(1 / 11)
+    assert rates[10] == 1.0
+    assert rates[55] == pytest.approx(0.55)
+    assert rates[100] == pytest.approx(0.1)
+    assert rates[:11] == sorted(rates[:11])
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+def test_what_decays(dataset):
+    model = GPT(config_for(dataset).model)
+    decayed, free = (set(group["params"]) for group in make_optimizer(model, CONFIG.train).param_groups)
+    layer = model.blocks[0].ffn
+    assert isinstance(layer, APN)
+    assert {layer.decoder, layer.encoder, model.embedding.weight} <= decayed
+    assert {layer.prototypes, layer.gate_slope, layer.gate_bias, model.norm.weight} <= free
+    assert decayed | free == set(model.parameters())
+
+
+def test_mistakes_are_caught_before_work_starts(dataset, tmp_path):
+    wrong = config_for(dataset)
+    wrong = dataclasses.replace(wrong, model=dataclasses.replace(wrong.model, vocab_size=99))
+    with pytest.raises(ValueError, match=r"set model\.vocab_size"):
+        Trainer(wrong, dataset, tmp_path)
+    Trainer(config_for(dataset, max_steps=3), dataset, tmp_path).run()
+    other = config_for(dataset)
+    other = dataclasses.replace(other, model=dataclasses.replace(other.model, dim=32))
+    with pytest.raises(ValueError, match="holds another model"):
+        Trainer(other, dataset, tmp_path).resume()
+    with pytest.raises(ValueError, match="neither a saved model nor the checkpoints of a run"):
+        checkpoint.find_model(tmp_path / "nothing")
+    assert not Trainer(config_for(dataset), dataset, tmp_path / "new").resume()
+    assert math.isinf(Trainer(config_for(dataset), dataset, tmp_path / "new").best_loss)
