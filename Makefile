@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+# Waiting OpenMP threads sleep instead of spinning: on a busy machine that is the difference between slow and stuck.
+export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint types pytest clean
