@@ -288,6 +288,9 @@ def main(arguments: list[str] | None = None) -> int:
     except (ValueError, OSError, CorpusUnavailable, NotFiniteLoss) as error:
         print(f"attractor: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("attractor: interrupted; what was saved can be resumed", file=sys.stderr)
+        return INTERRUPTED
 
 
 if __name__ == "__main__":
