@@ -59,7 +59,7 @@ def model_multiply_adds(model: GPT) -> int:
 
 
 def uniform_overlap(num_patches: int, top_k: int) -> float:
-    """Expected |K(h) & K(h')| when both active sets are drawn evenly: k^2 / K. Real routing overlaps more."""
+    """Expected |K(h) & K(h')| when both active sets are drawn evenly: k^2 / K."""
     return top_k**2 / num_patches
 
 
@@ -70,22 +70,40 @@ class EffectiveRank(NamedTuple):
 
 @torch.no_grad()
 def effective_rank(layer: APN, tokens: Tensor) -> EffectiveRank:
-    """Numeric ranks of what is active at each token (n, dim), in float64.
+    """Numeric ranks of what is active at each routed token, in float64.
 
     The paper bounds both by k * r. All patches read one shared code, so the second is in fact at most r.
     """
-    _, stats = layer(tokens, return_stats=True)
-    z = (tokens if layer.norm is None else layer.norm(tokens)).double()
-    u = z @ layer.encoder.double()
+    active = _active_sets(layer, tokens)
+    encoder = layer.encoder.double()
     spans, maps = [], []
-    for indices, weights, code in zip(stats.indices, stats.weights.double(), u, strict=True):
-        decoders = _decoders(layer, indices)
+    for z, indices, weights in zip(*active, strict=True):
+        decoders, code = _decoders(layer, indices), z.double() @ encoder
         slope = 0 if layer.gate_slope is None else layer.gate_slope[indices].double() * code
-        gates = torch.sigmoid(slope + layer.gate_bias[indices].double())
-        mixed = torch.einsum("k,kr,krd->rd", weights, gates.expand(-1, len(code)), decoders)
+        gates = torch.sigmoid(slope + layer.gate_bias[indices].double()).expand(-1, len(code))
+        mixed = torch.einsum("k,kr,krd->rd", weights.double(), gates, decoders)
         spans.append(torch.linalg.matrix_rank(decoders.flatten(0, 1)))
-        maps.append(torch.linalg.matrix_rank(layer.encoder.double() @ mixed))
-    return EffectiveRank(torch.stack(spans), torch.stack(maps))
+        maps.append(torch.linalg.matrix_rank(encoder @ mixed))
+    return EffectiveRank(*(torch.tensor([int(rank) for rank in ranks]) for ranks in (spans, maps)))
+
+
+class _ActiveSets(NamedTuple):
+    z: Tensor  # (n, d) what the router saw
+    indices: Tensor  # (n, k)
+    weights: Tensor  # (n, k)
+
+
+def _active_sets(layer: APN, tokens: Tensor) -> _ActiveSets:
+    """Routing without dropout, of the tokens that are routed at all."""
+    was_training = layer.training
+    layer.eval()
+    _, stats = layer(tokens.reshape(-1, layer.dim), return_stats=True)
+    layer.train(was_training)
+    routed = stats.indices[:, 0] >= 0
+    z = tokens.reshape(-1, layer.dim)[routed]
+    return _ActiveSets(
+        z if layer.norm is None else layer.norm(z), stats.indices[routed], stats.weights[routed]
+    )
 
 
 def _decoders(layer: APN, indices: Tensor) -> Tensor:
@@ -97,6 +115,10 @@ def _decoders(layer: APN, indices: Tensor) -> Tensor:
     assert layer.offset_out is not None
     offsets = layer.offset_in[indices].double() @ layer.offset_out[indices].double()
     return layer.decoder_base.double() + offsets
+
+
+ROUTING_ROLES = {"prototypes", "router", "norm"}
+"""Training these can change which patches a token selects."""
 
 
 class UpdateSurface(NamedTuple):
@@ -114,8 +136,7 @@ def update_surface(layer: APN, tokens: Tensor, *, roles: Sequence[str] = LOCAL_R
     shared, so training those can affect tokens that select none of the changed patches.
     """
     sizes = _trained_sizes(layer, roles)
-    _, stats = layer(tokens, return_stats=True)
-    patches = stats.indices[stats.indices >= 0].unique()
+    patches = _active_sets(layer, tokens).indices.unique()
     changed = len(patches) * (sizes.patch + sizes.prototype) + sizes.shared
     is_local = sizes.prototype == sizes.shared == 0
     return UpdateSurface(patches, changed, changed / sizes.total, is_local)
@@ -127,17 +148,17 @@ def interference_bound(
     """Proposition 1 with its function spelled out; proof in docs/math.md.
 
     Of all the layer's parameters, the expected fraction that an A-token reads and that local updates on
-    `tokens` B-tokens may have changed is at most
-    (min(k, tokens * Omega) * patch + min(K, tokens * k) * prototype + shared) / total,
-    where `overlap` is Omega(A, B) from `monitor.expected_overlap` and the sizes count what `roles` trains. On
-    a long stream it saturates and says no more.
+    `tokens` B-tokens may have changed, given `overlap` = Omega(A, B) from `monitor.expected_overlap`. With
+    gates and decoders trained it is at most min(k, tokens * Omega) patches. A changed router (prototypes,
+    projection, norm) may send the A-token to any patch, and Omega does not help: k patches, and the router.
     """
     if not 0 <= overlap <= layer.config.top_k:
         raise ValueError(f"overlap={overlap} must lie between 0 and top_k={layer.config.top_k}")
     if tokens < 0:
         raise ValueError(f"tokens={tokens} must not be negative")
     sizes = _trained_sizes(layer, roles)
-    patches = min(layer.config.top_k, tokens * overlap)
+    rerouted = tokens > 0 and not ROUTING_ROLES.isdisjoint(roles)
+    patches = layer.config.top_k if rerouted else min(layer.config.top_k, tokens * overlap)
     prototypes = min(layer.num_patches, tokens * layer.config.top_k)
     return (patches * sizes.patch + prototypes * sizes.prototype + sizes.shared) / sizes.total
 

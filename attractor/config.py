@@ -5,7 +5,6 @@ This file imports only the standard library, so that a configuration can be read
 
 import dataclasses
 import json
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, cast, get_args
@@ -27,8 +26,8 @@ def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 def check_size(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name}={value!r} must be a positive integer")
+    if type(value) is not int or value < 1:
+        raise ValueError(f"{name}={value!r} must be a positive integer{_unless(value, int)}")
 
 
 def check_number(
@@ -37,9 +36,14 @@ def check_number(
     allowed: str = "a finite number",
     test: Callable[[float], bool] = lambda number: True,
 ) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = type(value) in (int, float) and abs(cast(float, value)) < 1e300
     if not is_number or not test(cast(float, value)):
-        raise ValueError(f"{name}={value!r} must be {allowed}")
+        raise ValueError(f"{name}={value!r} must be {allowed}{_unless(value, int, float)}")
+
+
+def _unless(value: object, *types: type) -> str:
+    """What to add to a message when the value looks right and its type is not (NumPy scalars, strings)."""
+    return "" if type(value) in types else f" (a Python {' or '.join(t.__name__ for t in types)})"
 
 
 def check_probability(name: str, value: object) -> None:
@@ -94,7 +98,7 @@ class APNConfig(JSONConfig):
     num_patches: int = 256
     """K: how many patches the layer holds."""
     top_k: int = 4
-    """k: how many patches each token uses."""
+    """k: how many patches each token uses. With 1 the weight is constant and the router never learns."""
     rank: int = 32
     """r: size of the code a patch decodes."""
     temperature: float = 0.07
@@ -132,7 +136,7 @@ class APNConfig(JSONConfig):
         for name in ("routing_dim", "offset_rank"):
             if getattr(self, name) is not None:
                 check_size(name, getattr(self, name))
-        check_number("temperature", self.temperature, "a positive number", lambda tau: tau > 0)
+        check_number("temperature", self.temperature, "a number, 1e-6 or more", lambda tau: tau >= 1e-6)
         check_number("scale", self.scale)
         check_probability("dropout", self.dropout)
         check_probability("patch_dropout", self.patch_dropout)
@@ -157,6 +161,11 @@ class APNConfig(JSONConfig):
         if self.routing_dim is not None and self.routing_dim % self.routing_groups:
             raise ValueError(
                 f"routing_dim={self.routing_dim} must be a multiple of routing_groups={self.routing_groups}"
+            )
+        if self.routing_dim is not None and self.routing_dim < 2 * self.routing_groups:
+            raise ValueError(
+                f"routing_dim={self.routing_dim} leaves one channel for each of routing_groups="
+                f"{self.routing_groups}: a direction in one dimension is only a sign; use 2 per group or more"
             )
 
 

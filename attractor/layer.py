@@ -11,7 +11,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attractor import ops
-from attractor.config import APNConfig, check_number, check_size
+from attractor.config import (
+    APNConfig,
+    DecoderName,
+    GateName,
+    InitName,
+    PrototypesName,
+    RoutingName,
+    check_number,
+    check_size,
+)
 
 ROLES = {
     "prototypes": "prototypes",
@@ -34,8 +43,13 @@ LOCAL_ROLES = ("gates", "decoders")
 
 
 def check_roles(roles: Iterable[str]) -> None:
+    if isinstance(roles, str):
+        raise ValueError(f"roles={roles!r} must be a sequence of roles, such as ({roles!r},)")
     if unknown := set(roles) - set(ROLES.values()):
         raise ValueError(f"unknown roles {sorted(unknown)}; allowed: {sorted(set(ROLES.values()))}")
+
+
+FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 class RoutingStats(NamedTuple):
@@ -72,13 +86,13 @@ class APN(nn.Module):
         rank: int = 32,
         temperature: float = 0.07,
         scale: float = 1.0,
-        routing: str = "cosine",
-        init: str = "silu",
+        routing: RoutingName = "cosine",
+        init: InitName = "silu",
         dropout: float = 0.0,
         patch_dropout: float = 0.0,
-        gate: str = "vector",
-        decoder: str = "independent",
-        prototypes: str = "static",
+        gate: GateName = "vector",
+        decoder: DecoderName = "independent",
+        prototypes: PrototypesName = "static",
         layer_norm: bool = False,
         routing_dim: int | None = None,
         routing_groups: int = 1,
@@ -93,10 +107,12 @@ class APN(nn.Module):
         check_size("dim", dim)
         ops.check_backend(backend)
         config = APNConfig(**{field.name: given[field.name] for field in dataclasses.fields(APNConfig)})
-        if dim % routing_groups:
-            raise ValueError(f"dim={dim} must be a multiple of routing_groups={routing_groups}")
-        if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"dtype={dtype} must be a floating-point type")
+        if dim % routing_groups or (config.prototypes == "contextual" and dim < 2 * routing_groups):
+            raise ValueError(
+                f"dim={dim} must be a multiple of routing_groups={routing_groups}, 2 or more channels each"
+            )
+        if dtype not in (None, *FLOATS):
+            raise ValueError(f"dtype={dtype} must be one of {', '.join(map(str, FLOATS))}")
         self.dim = dim
         self.config = config
         self.backend = backend
@@ -214,8 +230,8 @@ class APN(nn.Module):
             confidence=output.confidence.reshape(leading),
             balance=ops.balance_loss(tokens, self.prototypes, **router),
             entropy=token_entropy.sum() / routed,
-            update_norm=torch.linalg.vector_norm(output.update.detach(), dim=-1).reshape(leading),
-            input_norm=torch.linalg.vector_norm(x.detach(), dim=-1),
+            update_norm=_length(output.update).reshape(leading),
+            input_norm=_length(x),
             num_patches=self.num_patches,
         )
         return update, stats
@@ -246,24 +262,27 @@ class APN(nn.Module):
 
     @torch.no_grad()
     def resize(self, num_patches: int) -> None:
-        """Change the number of patches: drop the last ones, or append silent ones.
+        """Change the number of patches: drop the last ones, or append some with a zero decoder.
 
-        Appended patches have zero decoders, so they add nothing themselves; but a token that selects one
-        gives it a share of the softmax that other patches had. Parameters become new objects: rebuild
-        optimizers.
+        Appended patches add nothing themselves (with a shared decoder: nothing of their own, only the base);
+        but a token that selects one gives it a share of the softmax that other patches had. Parameters become
+        new objects: rebuild optimizers, and resize before sharding a model.
         """
-        self.config = dataclasses.replace(self.config, num_patches=num_patches)  # checks it as well
+        config = dataclasses.replace(self.config, num_patches=num_patches)  # checks it
         kept = min(num_patches, self.num_patches)
-        for name, old in list(self.named_parameters(recurse=False)):
-            if ROLES[name] not in PATCH_ROLES:
-                continue
-            new = old.new_empty(num_patches, *old.shape[1:])
-            new[:kept] = old[:kept]
-            if name in ("decoder", "offset_out"):
-                new[kept:] = 0
-            else:
-                self._start(name, new[kept:])
-            setattr(self, name, nn.Parameter(new, requires_grad=old.requires_grad))
+        resized = {}
+        for name, old in self.named_parameters(recurse=False):
+            if ROLES[name] in PATCH_ROLES:
+                new = old.new_empty(num_patches, *old.shape[1:])
+                new[:kept] = old[:kept]
+                if name == "decoder":
+                    new[kept:] = 0
+                else:
+                    self._start(name, new[kept:])
+                resized[name] = nn.Parameter(new, requires_grad=old.requires_grad)
+        for name, parameter in resized.items():  # only now: an error above changes nothing
+            setattr(self, name, parameter)
+        self.config = config
 
     def extra_repr(self) -> str:
         defaults = APNConfig()
@@ -277,17 +296,25 @@ class APN(nn.Module):
         return ", ".join([str(self.dim), *parts, f"backend={self.backend!r}"])
 
     def _check_input(self, x: Tensor) -> None:
+        if not isinstance(x, Tensor):
+            raise ValueError(f"input of type {type(x).__name__}: expected a tensor (..., {self.dim})")
         if x.dim() == 0 or x.shape[-1] != self.dim:
             raise ValueError(f"input of shape {tuple(x.shape)}: the last dimension must be dim={self.dim}")
         if not x.is_floating_point():
             raise ValueError(
                 f"input of dtype {x.dtype}: tokens must be floating point (embed integer ids first)"
             )
-        if x.dtype != self.encoder.dtype and not torch.is_autocast_enabled(x.device.type):
+        if x.dtype != self.encoder.dtype and not self._autocast_reconciles(x):
             raise ValueError(
                 f"input of dtype {x.dtype} for a layer of dtype {self.encoder.dtype}: "
                 "convert one of them, or run under torch.autocast"
             )
+
+    def _autocast_reconciles(self, x: Tensor) -> bool:
+        """Autocast brings float32, bfloat16 and float16 together; not float64, and not on meta."""
+        if torch.float64 in (x.dtype, self.encoder.dtype) or x.device.type == "meta":
+            return False
+        return torch.is_autocast_enabled(x.device.type)
 
     def _normalize(self, tokens: Tensor, norm: nn.LayerNorm) -> Tensor:
         """LayerNorm that keeps rows that are not finite out of its own gradients, and NaN for the router."""
@@ -305,16 +332,21 @@ class APN(nn.Module):
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Any, strict: bool,
         missing_keys: list[str], unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
-        saved = state_dict.get(prefix + "prototypes")
-        if saved is not None and saved.shape[:1] != (self.num_patches,):
-            error_msgs.append(
-                f"{prefix or 'the layer'} holds {self.num_patches} patches, the checkpoint {saved.shape[0]}: "
-                "attractor.load_resized(model, state_dict) takes over the checkpoint's patch count."
-            )
-            return
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
+        saved: tuple[int, ...] = getattr(state_dict.get(prefix + "prototypes"), "shape", ())
+        if len(saved) == 2 and saved[0] != self.num_patches:
+            name = prefix.rstrip(".") or "the layer"
+            error_msgs.append(
+                f"{name} holds {self.num_patches} patches, the checkpoint {saved[0]}: "
+                "attractor.load_resized(model, state_dict) takes over the checkpoint's patch count."
+            )
+
+
+def _length(x: Tensor) -> Tensor:
+    """|x| for monitoring: in float32 at least, because float16 overflows where a spike should show."""
+    return torch.linalg.vector_norm(ops.routing_precision(x.detach()), dim=-1)
 
 
 def warmup_factor(step: int, steps: int, start: float = 0.1) -> float:
@@ -323,27 +355,27 @@ def warmup_factor(step: int, steps: int, start: float = 0.1) -> float:
     return 1.0 if step >= steps else start + (1 - start) * max(step, 0) / steps
 
 
-def load_resized(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
+def load_resized(model: nn.Module, state_dict: Mapping[str, Any], *, assign: bool = False) -> None:
     """`model.load_state_dict(state_dict)`, after giving each APN layer the patch count of the checkpoint.
 
     Everything else must match exactly, and is checked before anything changes. Optimizers must be rebuilt.
     """
-    layers = {
-        f"{name}." if name else "": module
-        for name, module in model.named_modules()
-        if isinstance(module, APN)
-    }
-    expected = {key: tuple(value.shape) for key, value in model.state_dict().items()}
+    modules = model.named_modules(remove_duplicate=False)
+    layers = {f"{name}." if name else "": layer for name, layer in modules if isinstance(layer, APN)}
+    expected, found = (
+        {key: tuple(getattr(value, "shape", ())) for key, value in state.items()}
+        for state in (model.state_dict(), state_dict)
+    )
     counts = {}
     for prefix, layer in layers.items():
-        if prefix + "prototypes" not in state_dict:
-            continue  # reported below as missing
-        counts[prefix] = state_dict[prefix + "prototypes"].shape[0]
-        dataclasses.replace(layer.config, num_patches=counts[prefix])
+        shape = found.get(prefix + "prototypes", ())
+        if len(shape) != 2:
+            continue  # reported below
+        counts[prefix] = shape[0]
+        dataclasses.replace(layer.config, num_patches=shape[0])  # a count that top_k forbids is an error here
         for name, _ in layer.named_parameters():
             if ROLES[name] in PATCH_ROLES:
-                expected[prefix + name] = (counts[prefix], *expected[prefix + name][1:])
-    found = {key: tuple(value.shape) for key, value in state_dict.items()}
+                expected[prefix + name] = (shape[0], *expected[prefix + name][1:])
     problems = [
         f"{key}: the model has {expected.get(key, 'nothing')}, the checkpoint {found.get(key, 'nothing')}"
         for key in sorted(expected.keys() | found.keys())
@@ -354,4 +386,4 @@ def load_resized(model: nn.Module, state_dict: Mapping[str, Tensor]) -> None:
     for prefix, count in counts.items():
         if count != layers[prefix].num_patches:
             layers[prefix].resize(count)
-    model.load_state_dict(state_dict)
+    model.load_state_dict(state_dict, assign=assign)

@@ -6,9 +6,12 @@ Everything here reads the `indices` of a `RoutingStats`: (..., k), with -1 for t
     logger.log(monitor.summary(stats))
 """
 
+import math
+
 import torch
 from torch import Tensor
 
+from attractor.config import check_size
 from attractor.layer import RoutingStats
 
 EPSILON = 1e-12
@@ -62,6 +65,8 @@ def overlap_histogram(indices: Tensor, num_patches: int, *, max_tokens: int = 20
     The pairs are quadratic in the tokens, so more than `max_tokens` are thinned evenly.
     """
     active = _active_sets(indices)
+    check_size("max_tokens", max_tokens)
+    _counts(active, num_patches)  # for its check
     active = active[:: -(-len(active) // max_tokens) or 1]
     members = torch.zeros(len(active), num_patches, device=active.device)
     members.scatter_(1, active, 1.0)
@@ -90,6 +95,11 @@ def summary(stats: RoutingStats, *, hidden_norm: Tensor | None = None, prefix: s
     `hidden_norm` is |h| of the residual stream, for the ratio |update| / |h|; without it the ratio is to the
     layer's own input, which a pre-norm block has already normalised.
     """
+    if hidden_norm is not None and hidden_norm.shape != stats.update_norm.shape:
+        raise ValueError(
+            f"hidden_norm of shape {tuple(hidden_norm.shape)} for statistics of shape "
+            f"{tuple(stats.update_norm.shape)}"
+        )
     q = usage(stats.indices, stats.num_patches)
     routed = stats.indices[..., 0] >= 0
     entropy = usage_entropy(q)
@@ -97,7 +107,7 @@ def summary(stats: RoutingStats, *, hidden_norm: Tensor | None = None, prefix: s
         "tokens": float(routed.numel()),
         "unrouted_tokens": float((~routed).sum()),
         "usage_entropy": entropy,
-        "effective_patches": float(torch.tensor(entropy).exp()),
+        "effective_patches": math.exp(entropy),
         "dead_patches": float(len(dead_patches(q))),
         "max_usage": float(q.max()),
         "mean_overlap": mean_overlap(stats.indices, stats.num_patches),

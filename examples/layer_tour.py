@@ -3,6 +3,8 @@
 python examples/layer_tour.py
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -42,7 +44,7 @@ def main() -> None:
     torch.manual_seed(0)
     old, new = Domain(kinds=12, seed=1), Domain(kinds=2, seed=2)
     old_test, new_test = old.sample(1024), new.sample(1024)
-    layer = APN(DIM, num_patches=24, top_k=2, rank=16)
+    layer = APN(DIM, num_patches=48, top_k=2, rank=16)
     costs, parameters = analysis.multiply_adds(layer), analysis.parameter_counts(layer)
     print(f"1. The layer\n    {layer}")
     print(f"    parameters {parameters['total']:,}, of which one token reads {parameters['active']:,}")
@@ -67,7 +69,7 @@ def main() -> None:
     print("\n3. Who works on domain A (share of all selections)")
     print(bars(usage))
     print(
-        f"    usage entropy {report['usage_entropy']:.2f} of at most {torch.tensor(24.0).log():.2f} nats,"
+        f"    usage entropy {report['usage_entropy']:.2f} of at most {math.log(layer.num_patches):.2f} nats,"
         f" dead patches {report['dead_patches']:.0f}, mean confidence {report['confidence_mean']:.1f}"
     )
     overlap = monitor.expected_overlap(stats_old.indices, stats_new.indices, layer.num_patches)

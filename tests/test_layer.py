@@ -4,11 +4,14 @@ import copy
 import inspect
 from dataclasses import fields
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load, save
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attractor import APN, APNConfig, load_resized, ops, warmup_factor
 from attractor.layer import ROLES
@@ -27,6 +30,7 @@ VARIANTS = {
         "routing_groups": 2, "routing_dim": 8, "layer_norm": True, "scale": 0.3, "temperature": 0.5,
     },
 }  # fmt: skip
+ROUTER_OUTPUTS = ("balance", "entropy", "confidence")
 every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 
 
@@ -40,9 +44,12 @@ def build(seed: int = 0, **options) -> APN:
 
 
 @every_variant
-@pytest.mark.parametrize("output", ["update", "balance", "entropy", "confidence"])
-def test_gradients(variant, output):
-    layer = build(**({"temperature": 0.3} | variant), backend="reference", dtype=torch.float64)
+@pytest.mark.parametrize(
+    ("backend", "output"),  # the router is the same code in every backend
+    [*((backend, "update") for backend in ops.BACKENDS), *(("reference", name) for name in ROUTER_OUTPUTS)],
+)
+def test_gradients(variant, backend, output):
+    layer = build(**({"temperature": 0.3} | variant), backend=backend, dtype=torch.float64)
     names = [name for name, _ in layer.named_parameters()]
     x = torch.randn(5, 12, dtype=torch.float64, requires_grad=True)
 
@@ -236,22 +243,73 @@ def test_resize(variant):
     assert grown.num_patches == grown.config.num_patches == 10
 
 
-def test_appended_patches_are_silent():
-    layer = build(top_k=2)
+@pytest.mark.parametrize("decoder", ["independent", "shared"])
+def test_appended_patches_add_nothing_of_their_own(decoder):
+    layer = build(top_k=2, decoder=decoder)
     layer.resize(200)
-    _, stats = layer(torch.randn(300, 12), return_stats=True)
+    x = torch.randn(300, 12)
+    update, stats = layer(x, return_stats=True)
     all_new = (stats.indices >= 10).all(-1)
     assert all_new.any()
-    assert (stats.update_norm[all_new] == 0).all()
+    expected = torch.zeros_like(update)
+    if decoder == "shared":  # new patches have fresh gates: slope 1, bias 0
+        u = x @ layer.encoder
+        expected = u * u.sigmoid() @ layer.decoder_base
+    torch.testing.assert_close(update[all_new], expected[all_new])
+
+
+def test_resize_changes_everything_or_nothing(monkeypatch):
+    layer = build()
+    before = copy.deepcopy(layer.state_dict())
+    monkeypatch.setattr(APN, "_start", None)
+    with pytest.raises(TypeError):
+        layer.resize(20)
+    assert layer.config.num_patches == 10
+    assert {name: value.shape for name, value in layer.state_dict().items()} == {
+        name: value.shape for name, value in before.items()
+    }
+
+
+def test_load_resized_takes_ordinary_models():
+    class Model(nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.first = self.second = layer  # shared weights appear twice in a state dict
+
+        def get_extra_state(self):
+            return {"epoch": 3}
+
+        def set_extra_state(self, state):
+            self.epoch = state["epoch"]
+
+    small, big = Model(build()), Model(build(num_patches=16, seed=1))
+    load_resized(small, big.state_dict())
+    assert small.first is small.second
+    assert small.epoch == 3
+    x = torch.randn(3, 12)
+    assert torch.equal(small.first(x), big.first(x))
+    empty = build(device="meta")
+    load_resized(empty, big.first.state_dict(), assign=True)
+    assert torch.equal(empty(x), big.first(x))
+
+
+def test_load_hooks_may_change_the_patch_count():
+    layer, state = build(), build(num_patches=16).state_dict()
+
+    def trim(module, state_dict, prefix, *_):
+        for name in ("prototypes", "gate_slope", "gate_bias", "decoder"):
+            state_dict[prefix + name] = state_dict[prefix + name][:10]
+
+    layer.register_load_state_dict_pre_hook(trim)
+    layer.load_state_dict(state)
+    assert torch.equal(layer.decoder, state["decoder"][:10])
 
 
 def test_loading_another_patch_count():
     big = nn.Sequential(nn.Linear(12, 12), build(num_patches=16, decoder="shared"))
     small = nn.Sequential(nn.Linear(12, 12), build(seed=1, decoder="shared"))
     x = torch.randn(5, 12)
-    with pytest.raises(
-        RuntimeError, match=r"1\. holds 10 patches, the checkpoint 16: attractor\.load_resized"
-    ):
+    with pytest.raises(RuntimeError, match=r"1 holds 10 patches, the checkpoint 16: attractor\.load_resized"):
         small.load_state_dict(big.state_dict())
     load_resized(small, big.state_dict())
     assert torch.equal(small(x), big(x))
@@ -269,6 +327,7 @@ def test_loading_another_patch_count():
         (lambda state: state.update(encoder=torch.ones(12, 5)), r"encoder: .*\(12, 5\)"),
         (lambda state: state.update(decoder=torch.ones(10, 4, 12)), r"decoder: the model has \(16, 4, 12\)"),
         (lambda state: state.update(prototypes=torch.ones(2, 12)), r"top_k=3 must not exceed num_patches=2"),
+        (lambda state: state.update(prototypes=torch.ones(())), r"prototypes: the model has \(10, 12\)"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_changes_nothing(damage, message):
@@ -302,6 +361,11 @@ def test_rows_that_are_not_finite(variant, backend, bad):
     assert torch.equal(stats.indices[good], expected_stats.indices[good])
     assert stats.balance.isfinite()
     assert stats.entropy.isfinite()
+    loss = (damaged + update).square().mean()  # also when nobody masks the loss
+    assert all(
+        gradient.isfinite().all()
+        for gradient in torch.autograd.grad(loss, list(layer.parameters()), retain_graph=True)
+    )
     # A masked loss teaches exactly what the good rows teach.
     parameters = list(layer.parameters())
     upstream = torch.randn(4, 12)
@@ -309,12 +373,96 @@ def test_rows_that_are_not_finite(variant, backend, bad):
     torch.testing.assert_close(got, torch.autograd.grad(expected[good], parameters, upstream))
 
 
-def test_statistics_cost_nothing_unless_asked(monkeypatch):
-    monkeypatch.setattr(ops, "balance_loss", None)
+class OperatorNames(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_statistics_cost_nothing_unless_asked():
+    layer, x = build(), torch.randn(3, 12)
+    with OperatorNames() as plain:
+        layer(x)
+    with OperatorNames() as asked:
+        layer(x, return_stats=True)
+    assert "log.default" in asked.seen
+    assert "log.default" not in plain.seen
+    assert plain.seen.count("linalg_vector_norm.default") == 2  # one for tokens, one for prototypes
+    assert plain.seen.count("sort.stable") + plain.seen.count("sort.default") <= 2
+    assert len(asked.seen) > len(plain.seen) + 10
+
+
+def test_norm_statistics_do_not_overflow_in_low_precision():
+    layer = build(dim=768, dtype=torch.float16)
+    x = torch.full((2, 768), 3000.0, dtype=torch.float16)
+    _, stats = layer(x, return_stats=True)
+    torch.testing.assert_close(stats.input_norm, torch.full((2,), 3000.0 * 768**0.5))
+
+
+def test_update_norm_is_taken_before_dropout():
+    x = torch.randn(4, 12)
+    _, stats = build(dropout=0.5)(x, return_stats=True)
+    _, clean = build()(x, return_stats=True)
+    assert torch.equal(stats.update_norm, clean.update_norm)
+
+
+@pytest.mark.parametrize("size", [0.0, 1e-14, 1e-18])
+def test_gradients_of_tiny_tokens_and_prototypes_are_finite(size):
+    for variant in ({}, {"prototypes": "contextual", "routing_dim": 6}):
+        layer = build(**variant)
+        with torch.no_grad():
+            layer.prototypes[0] *= size
+        x = torch.randn(6, 12)
+        x[2] *= size
+        x.requires_grad_()
+        update = layer(x)
+        gradients = torch.autograd.grad(update, [x, *layer.parameters()], torch.randn_like(update))
+        assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_a_zero_token_has_no_routing_gradient():
     layer = build()
-    layer(torch.randn(3, 12))
-    with pytest.raises(TypeError):
-        layer(torch.randn(3, 12), return_stats=True)
+    x = torch.zeros(1, 12, requires_grad=True)
+    _, stats = layer(x, return_stats=True)
+    assert not torch.autograd.grad(stats.confidence.sum() + stats.balance, x)[0].any()
+
+
+def test_function_transforms():
+    layer = build(dtype=torch.float64, temperature=0.3)
+    reference = copy.deepcopy(layer)
+    reference.backend = "reference"
+    x, direction = torch.randn(2, 12, dtype=torch.float64).unbind()
+    expected = torch.autograd.functional.jacobian(reference, x)
+    torch.testing.assert_close(torch.func.jacrev(layer)(x), expected)
+    torch.testing.assert_close(torch.func.jvp(layer, (x,), (direction,))[1], expected @ direction)
+    layer.backend = "grouped"  # asked for, it says what it cannot do
+    with pytest.raises(RuntimeError):
+        torch.func.jvp(layer, (x,), (direction,))
+
+
+@pytest.mark.parametrize("backend", ops.BACKENDS)
+def test_second_derivatives(backend):
+    layer = build(
+        dim=4, num_patches=3, top_k=2, rank=2, temperature=0.5, dtype=torch.float64, backend=backend
+    )
+    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(lambda x, *_: layer(x), (x, *layer.parameters()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_reset_and_scale_factor(dtype):
+    layer = build(dtype=dtype, decoder="shared", prototypes="contextual", dim=400, routing_dim=100, rank=64)
+    layer.set_scale_factor(0.5)
+    assert layer.scale_factor.dtype == dtype
+    layer.reset_parameters()
+    assert layer.scale_factor is None
+    assert float(layer.router_projection.detach().float().std()) == pytest.approx(400**-0.5, rel=0.05)
+    assert float(layer.offset_in.detach().float().std()) == pytest.approx(64**-0.5, rel=0.05)
+    assert float(layer.decoder_base.detach().float().std()) == pytest.approx(0.02 / 2**0.5, rel=0.05)
 
 
 def test_scale_warm_up():
@@ -327,7 +475,7 @@ def test_scale_warm_up():
     x = torch.randn(3, 12)
     full, keys = layer(x), set(layer.state_dict())
     layer.set_scale_factor(0.25)
-    counter = torch._dynamo.testing.CompileCounter()
+    counter = CompileCounter()
     compiled = torch.compile(layer, backend=counter, fullgraph=True)
     for factor in (0.25, 0.5, 1.0):
         layer.set_scale_factor(factor)
@@ -366,7 +514,17 @@ def test_signature_and_repr():
         ({"dim": 0}, "dim=0 must be"),
         ({"dim": True}, "dim=True must be"),
         ({"num_layers": 0}, "num_layers=0 must be"),
-        ({"temperature": 0}, "temperature=0 must be a positive number"),
+        ({"temperature": 0}, "temperature=0 must be a number, 1e-6 or more"),
+        ({"temperature": 1e-45}, "temperature=1e-45 must be"),
+        (
+            {"temperature": np.float32(1)},
+            "temperature=np.float32(1.0) must be a number, 1e-6 or more (a Python int or float)",
+        ),
+        ({"rank": np.int64(4)}, "must be a positive integer (a Python int)"),
+        ({"scale": 10**400}, "must be a finite number"),
+        ({"prototypes": "contextual", "routing_dim": 1}, "a direction in one dimension is only a sign"),
+        ({"prototypes": "contextual", "routing_groups": 12}, "2 or more channels each"),
+        ({"dtype": "float32"}, "dtype=float32 must be one of torch.float32"),
         ({"temperature": torch.nan}, "temperature=nan must be"),
         ({"temperature": "cold"}, "temperature='cold' must be"),
         ({"scale": torch.inf}, "scale=inf must be a finite number"),
@@ -387,7 +545,7 @@ def test_signature_and_repr():
             {"prototypes": "contextual", "routing_groups": 3, "routing_dim": 4},
             "routing_dim=4 must be a multiple of routing_groups=3",
         ),
-        ({"dtype": torch.int64}, "dtype=torch.int64 must be a floating-point type"),
+        ({"dtype": torch.int64}, "dtype=torch.int64 must be one of torch.float32"),
     ],
 )
 def test_bad_arguments(options, message):
@@ -399,6 +557,7 @@ def test_bad_arguments(options, message):
 @pytest.mark.parametrize(
     ("x", "message"),
     [
+        ([1.0], r"input of type list: expected a tensor \(\.\.\., 12\)"),
         (torch.randn(3, 11), r"input of shape \(3, 11\): the last dimension must be dim=12"),
         (torch.randn(()), r"input of shape \(\): the last dimension"),
         (torch.ones(3, 12, dtype=torch.long), "input of dtype torch.int64: tokens must be floating point"),

@@ -3,10 +3,11 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from attractor import APN, monitor
+from attractor import APN, RoutingStats, monitor
 
 
 @pytest.fixture
@@ -80,3 +81,33 @@ def test_histogram_thins_long_batches_evenly():
 def test_indices_of_another_layer_are_an_error():
     with pytest.raises(ValueError, match="indices name patch 9, but num_patches=4"):
         monitor.usage(torch.tensor([[9]]), 4)
+
+
+def test_summary_by_hand():
+    """Every number of the summary, from statistics made by hand."""
+    rows = torch.arange(101.0)
+    stats = RoutingStats(
+        indices=torch.tensor([[0, 1]] * 60 + [[1, 3]] * 41),
+        weights=torch.full((101, 2), 0.5),
+        confidence=rows,
+        balance=torch.tensor(0.25),
+        entropy=torch.tensor(0.7),
+        update_norm=2 * rows,
+        input_norm=torch.full((101,), 4.0),
+        num_patches=5,
+    )
+    q = np.array([60, 101, 0, 41, 0]) / 202
+    entropy = -(q[q > 0] * np.log(q[q > 0])).sum()
+    expected = {
+        "tokens": 101, "unrouted_tokens": 0, "usage_entropy": entropy, "effective_patches": np.exp(entropy),
+        "dead_patches": 2, "max_usage": 0.5, "balance_loss": 0.25, "weight_entropy": 0.7,
+        "mean_overlap": (60 * 59 + 101 * 100 + 41 * 40) / (101 * 100),
+    }  # fmt: skip
+    for name, factor in (("confidence", 1), ("update_norm", 2), ("update_ratio", 0.5)):
+        for part, value in (("mean", 50), ("p05", 5), ("p50", 50), ("p95", 95), ("max", 100)):
+            expected[f"{name}_{part}"] = factor * value
+    assert monitor.summary(stats) == pytest.approx(expected, rel=1e-6)
+    with pytest.raises(ValueError, match=r"hidden_norm of shape \(1,\) for statistics of shape \(101,\)"):
+        monitor.summary(stats, hidden_norm=torch.ones(1))
+    with pytest.raises(ValueError, match="max_tokens=0"):
+        monitor.overlap_histogram(stats.indices, 5, max_tokens=0)

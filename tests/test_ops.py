@@ -7,9 +7,10 @@ from hypothesis import strategies as st
 from test_layer import build, every_variant
 
 from attractor import ops
+from attractor.ops.grouped import decode as grouped
 from attractor.ops.grouped import grouped_decode, grouped_decode_backward
 from attractor.ops.reference import gathered_decode
-from attractor.ops.rows import take_rows
+from attractor.ops.rows import add_rows
 
 FAST = [name for name in ops.BACKENDS if name != "reference"]
 
@@ -52,19 +53,18 @@ def test_grouped_decode(tokens, top_k, patches, rank, dim, data):
     decoder = torch.randn(patches, rank, dim, dtype=torch.float64, requires_grad=True)
     upstream = torch.randn(tokens, dim, dtype=torch.float64)
     results = []
-    for decode in (gathered_decode, grouped_decode):
+    for decode in (gathered_decode, grouped):
         update = decode(code, decoder, idx)
         results.append((update, *torch.autograd.grad(update, (code, decoder), upstream)))
     torch.testing.assert_close(results[0], results[1], rtol=0, atol=1e-12)
 
 
 def test_operators_are_well_behaved():
-    code = torch.randn(6, 2, 3, requires_grad=True)
-    decoder = torch.randn(5, 3, 4, requires_grad=True)
+    code, decoder = torch.randn(6, 2, 3), torch.randn(5, 3, 4)
     idx = torch.tensor([[0, 4], [0, 1], [4, 1], [3, 0], [0, 1], [1, 0]])
     torch.library.opcheck(grouped_decode, (code, decoder, idx))
-    torch.library.opcheck(grouped_decode_backward, (torch.randn(6, 4), code.detach(), decoder.detach(), idx))
-    torch.library.opcheck(take_rows, (torch.randn(5, 3, requires_grad=True), idx))
+    torch.library.opcheck(grouped_decode_backward, (torch.randn(6, 4), code, decoder, idx))
+    torch.library.opcheck(add_rows, (torch.randn(6, 2, 7), idx, 5))
 
 
 def test_one_backend_is_for_the_cpu_alone():

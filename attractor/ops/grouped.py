@@ -9,6 +9,7 @@ Shape suffixes as in reference.py; p = n * k pairs in the order of their patches
 
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,23 +65,35 @@ def _(grad_nd: Tensor, code_nkq: Tensor, U_Kqd: Tensor, idx_nk: Tensor) -> tuple
     return torch.empty_like(code_nkq, memory_format=torch.contiguous_format), torch.empty_like(U_Kqd)
 
 
-def _save(ctx, inputs, output) -> None:  # type: ignore[no-untyped-def]
-    ctx.save_for_backward(*inputs)
+class _GroupedDecode(torch.autograd.Function):
+    """Reverse mode to any order; forward mode is an error, never a silent zero."""
+
+    @staticmethod
+    def forward(code_nkq: Tensor, U_Kqd: Tensor, idx_nk: Tensor) -> Tensor:
+        return grouped_decode(code_nkq, U_Kqd, idx_nk)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad_nd: Tensor) -> tuple[Tensor, Tensor, None]:
+        code_nkq, U_Kqd, idx_nk = ctx.saved_tensors
+        if (
+            torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        ):  # create_graph=True: differentiate us
+            grad_code_nkq = torch.einsum("nd,nkqd->nkq", grad_nd, U_Kqd[idx_nk])
+            grad_U_pqd = torch.einsum("nd,nkq->nkqd", grad_nd, code_nkq).flatten(0, 1)
+            return grad_code_nkq, torch.zeros_like(U_Kqd).index_add(0, idx_nk.flatten(), grad_U_pqd), None
+        return *grouped_decode_backward(grad_nd.contiguous(), code_nkq, U_Kqd, idx_nk), None
 
 
-def _backward(ctx, grad_nd):  # type: ignore[no-untyped-def]
-    return *grouped_decode_backward(grad_nd.contiguous(), *ctx.saved_tensors), None
-
-
-grouped_decode.register_autograd(_backward, setup_context=_save)
-
-
-def _decode(code_nkq: Tensor, U_Kqd: Tensor, idx_nk: Tensor) -> Tensor:
+def decode(code_nkq: Tensor, U_Kqd: Tensor, idx_nk: Tensor) -> Tensor:
     device = code_nkq.device.type
     if torch.is_autocast_enabled(device):  # autocast does not know our operator: do what it does for a matmul
         dtype = torch.get_autocast_dtype(device)
         code_nkq, U_Kqd = code_nkq.to(dtype), U_Kqd.to(dtype)
-    return grouped_decode(code_nkq, U_Kqd, idx_nk)
+    return _GroupedDecode.apply(code_nkq, U_Kqd, idx_nk)
 
 
-apn = partial(reference.apn, decode=_decode)
+apn = partial(reference.apn, decode=decode)

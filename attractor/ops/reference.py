@@ -27,9 +27,9 @@ class APNOutput(NamedTuple):
 
 def unit(x_xm: Tensor) -> Tensor:
     """Norm(x) = x / |x|; Norm(0) = 0 with a zero gradient, where x / max(|x|, eps) would have 1 / eps."""
-    square_x1 = x_xm.square().sum(-1, keepdim=True)
-    is_zero_x1 = square_x1 == 0
-    return x_xm * square_x1.masked_fill(is_zero_x1, 1).rsqrt().masked_fill(is_zero_x1, 0)
+    length_x1 = torch.linalg.vector_norm(x_xm, dim=-1, keepdim=True)
+    is_zero_x1 = length_x1 == 0
+    return (x_xm / length_x1.masked_fill(is_zero_x1, 1)).masked_fill(is_zero_x1, 0)
 
 
 def finite_rows(z_nd: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ def balance_loss(
 ) -> Tensor:
     """L_bal, eq. (10): sum_i (u_i - 1/K)^2, u_i the mean over tokens of the softmax over all K scores.
 
-    A count of selections has no gradient; the full softmax does, and is what the count estimates as tau -> 0.
+    A count of selections has no gradient; the full softmax has one, and tends to the top-1 count as tau -> 0.
     """
     finite_n1 = finite_rows(z_nd)
     z_nd = z_nd.masked_fill(~finite_n1, 0)
