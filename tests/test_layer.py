@@ -11,9 +11,8 @@ from safetensors.torch import load, save
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from attractor import APN, APNConfig, load_resized, ops, warmup_factor
+from attractor import APN, APNConfig, ops, warmup_factor
 from attractor.layer import ROLES
 
 SMALL = {"dim": 12, "num_patches": 10, "top_k": 3, "rank": 4}
@@ -223,124 +222,6 @@ def test_every_parameter_has_a_role(variant):
 
 
 @every_variant
-def test_resize(variant):
-    layer = build(**variant)
-    grown = copy.deepcopy(layer)
-    grown.prototypes.requires_grad_(False)
-    grown.resize(14)
-    assert grown.num_patches == grown.config.num_patches == 14
-    assert not grown.prototypes.requires_grad
-    x = torch.randn(30, 12)
-    _, stats = grown(x, return_stats=True)
-    old_only = (stats.indices < 10).all(-1)
-    assert old_only.any()
-    assert (stats.indices >= 10).any()
-    torch.testing.assert_close(grown(x)[old_only], layer(x)[old_only])
-    grown.resize(10)
-    assert torch.equal(grown(x), layer(x))
-    with pytest.raises(ValueError, match="top_k=3 must not exceed num_patches=2"):
-        grown.resize(2)
-    assert grown.num_patches == grown.config.num_patches == 10
-
-
-@pytest.mark.parametrize("decoder", ["independent", "shared"])
-def test_appended_patches_add_nothing_of_their_own(decoder):
-    layer = build(top_k=2, decoder=decoder)
-    layer.resize(200)
-    x = torch.randn(300, 12)
-    update, stats = layer(x, return_stats=True)
-    all_new = (stats.indices >= 10).all(-1)
-    assert all_new.any()
-    expected = torch.zeros_like(update)
-    if decoder == "shared":  # new patches have fresh gates: slope 1, bias 0
-        u = x @ layer.encoder
-        expected = u * u.sigmoid() @ layer.decoder_base
-    torch.testing.assert_close(update[all_new], expected[all_new])
-
-
-def test_resize_changes_everything_or_nothing(monkeypatch):
-    layer = build()
-    before = copy.deepcopy(layer.state_dict())
-    monkeypatch.setattr(APN, "_start", None)
-    with pytest.raises(TypeError):
-        layer.resize(20)
-    assert layer.config.num_patches == 10
-    assert {name: value.shape for name, value in layer.state_dict().items()} == {
-        name: value.shape for name, value in before.items()
-    }
-
-
-def test_load_resized_takes_ordinary_models():
-    class Model(nn.Module):
-        def __init__(self, layer):
-            super().__init__()
-            self.first = self.second = layer  # shared weights appear twice in a state dict
-
-        def get_extra_state(self):
-            return {"epoch": 3}
-
-        def set_extra_state(self, state):
-            self.epoch = state["epoch"]
-
-    small, big = Model(build()), Model(build(num_patches=16, seed=1))
-    load_resized(small, big.state_dict())
-    assert small.first is small.second
-    assert small.epoch == 3
-    x = torch.randn(3, 12)
-    assert torch.equal(small.first(x), big.first(x))
-    empty = build(device="meta")
-    load_resized(empty, big.first.state_dict(), assign=True)
-    assert torch.equal(empty(x), big.first(x))
-
-
-def test_load_hooks_may_change_the_patch_count():
-    layer, state = build(), build(num_patches=16).state_dict()
-
-    def trim(module, state_dict, prefix, *_):
-        for name in ("prototypes", "gate_slope", "gate_bias", "decoder"):
-            state_dict[prefix + name] = state_dict[prefix + name][:10]
-
-    layer.register_load_state_dict_pre_hook(trim)
-    layer.load_state_dict(state)
-    assert torch.equal(layer.decoder, state["decoder"][:10])
-
-
-def test_loading_another_patch_count():
-    big = nn.Sequential(nn.Linear(12, 12), build(num_patches=16, decoder="shared"))
-    small = nn.Sequential(nn.Linear(12, 12), build(seed=1, decoder="shared"))
-    x = torch.randn(5, 12)
-    with pytest.raises(RuntimeError, match=r"1 holds 10 patches, the checkpoint 16: attractor\.load_resized"):
-        small.load_state_dict(big.state_dict())
-    load_resized(small, big.state_dict())
-    assert torch.equal(small(x), big(x))
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda state: state.pop("encoder"), r"encoder: the model has \(12, 4\), the checkpoint nothing"),
-        (
-            lambda state: state.pop("prototypes"),
-            r"prototypes: the model has \(10, 12\), the checkpoint nothing",
-        ),
-        (lambda state: state.update(extra=torch.ones(1)), r"extra: the model has nothing"),
-        (lambda state: state.update(encoder=torch.ones(12, 5)), r"encoder: .*\(12, 5\)"),
-        (lambda state: state.update(decoder=torch.ones(10, 4, 12)), r"decoder: the model has \(16, 4, 12\)"),
-        (lambda state: state.update(prototypes=torch.ones(2, 12)), r"top_k=3 must not exceed num_patches=2"),
-        (lambda state: state.update(prototypes=torch.ones(())), r"prototypes: the model has \(10, 12\)"),
-    ],
-)
-def test_a_checkpoint_that_does_not_fit_changes_nothing(damage, message):
-    layer, state = build(), build(num_patches=16).state_dict()
-    before = copy.deepcopy(layer.state_dict())
-    damage(state)
-    with pytest.raises(ValueError, match=message):
-        load_resized(layer, state)
-    assert layer.num_patches == 10
-    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
-
-
-@every_variant
 @pytest.mark.parametrize("backend", ops.BACKENDS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf, 1e30])
 def test_rows_that_are_not_finite(variant, backend, bad):
@@ -371,86 +252,6 @@ def test_rows_that_are_not_finite(variant, backend, bad):
     upstream = torch.randn(4, 12)
     got = torch.autograd.grad(update[good], parameters, upstream)
     torch.testing.assert_close(got, torch.autograd.grad(expected[good], parameters, upstream))
-
-
-class OperatorNames(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.seen.append(function.__name__)
-        return function(*args, **(kwargs or {}))
-
-
-def test_statistics_cost_nothing_unless_asked():
-    layer, x = build(), torch.randn(3, 12)
-    with OperatorNames() as plain:
-        layer(x)
-    with OperatorNames() as asked:
-        layer(x, return_stats=True)
-    assert "log.default" in asked.seen
-    assert "log.default" not in plain.seen
-    assert plain.seen.count("linalg_vector_norm.default") == 2  # one for tokens, one for prototypes
-    assert plain.seen.count("sort.stable") + plain.seen.count("sort.default") <= 2
-    assert len(asked.seen) > len(plain.seen) + 10
-
-
-def test_norm_statistics_do_not_overflow_in_low_precision():
-    layer = build(dim=768, dtype=torch.float16)
-    x = torch.full((2, 768), 3000.0, dtype=torch.float16)
-    _, stats = layer(x, return_stats=True)
-    torch.testing.assert_close(stats.input_norm, torch.full((2,), 3000.0 * 768**0.5))
-
-
-def test_update_norm_is_taken_before_dropout():
-    x = torch.randn(4, 12)
-    _, stats = build(dropout=0.5)(x, return_stats=True)
-    _, clean = build()(x, return_stats=True)
-    assert torch.equal(stats.update_norm, clean.update_norm)
-
-
-@pytest.mark.parametrize("size", [0.0, 1e-14, 1e-18])
-def test_gradients_of_tiny_tokens_and_prototypes_are_finite(size):
-    for variant in ({}, {"prototypes": "contextual", "routing_dim": 6}):
-        layer = build(**variant)
-        with torch.no_grad():
-            layer.prototypes[0] *= size
-        x = torch.randn(6, 12)
-        x[2] *= size
-        x.requires_grad_()
-        update = layer(x)
-        gradients = torch.autograd.grad(update, [x, *layer.parameters()], torch.randn_like(update))
-        assert all(gradient.isfinite().all() for gradient in gradients)
-
-
-def test_a_zero_token_has_no_routing_gradient():
-    layer = build()
-    x = torch.zeros(1, 12, requires_grad=True)
-    _, stats = layer(x, return_stats=True)
-    assert not torch.autograd.grad(stats.confidence.sum() + stats.balance, x)[0].any()
-
-
-def test_function_transforms():
-    layer = build(dtype=torch.float64, temperature=0.3)
-    reference = copy.deepcopy(layer)
-    reference.backend = "reference"
-    x, direction = torch.randn(2, 12, dtype=torch.float64).unbind()
-    expected = torch.autograd.functional.jacobian(reference, x)
-    torch.testing.assert_close(torch.func.jacrev(layer)(x), expected)
-    torch.testing.assert_close(torch.func.jvp(layer, (x,), (direction,))[1], expected @ direction)
-    layer.backend = "grouped"  # asked for, it says what it cannot do
-    with pytest.raises(RuntimeError):
-        torch.func.jvp(layer, (x,), (direction,))
-
-
-@pytest.mark.parametrize("backend", ops.BACKENDS)
-def test_second_derivatives(backend):
-    layer = build(
-        dim=4, num_patches=3, top_k=2, rank=2, temperature=0.5, dtype=torch.float64, backend=backend
-    )
-    x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradgradcheck(lambda x, *_: layer(x), (x, *layer.parameters()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
