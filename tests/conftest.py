@@ -1,7 +1,17 @@
+import hypothesis
 import pytest
 import torch
 
 torch.set_num_threads(1)  # the tensors of the tests are small: a second thread mostly waits
+# The same examples every time, and no verdict that depends on how busy the machine is.
+hypothesis.settings.register_profile(
+    "steady",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("steady")
 
 
 @pytest.fixture

@@ -132,6 +132,8 @@ trainer.run()
 """
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_killed_at_any_moment_it_resumes(dataset, tmp_path):
     """kill -9 again and again; what is on the disk must always load, and the end must be the same bytes."""
     config = config_for(dataset, max_steps=40, checkpoint_interval=1, eval_interval=5)
