@@ -65,6 +65,9 @@ class Checkpoints:
         found = self._steps(kind)
         return self.folder / f"{kind}-{max(found):08d}" if found else None
 
+    def has(self, kind: str, step: int) -> bool:
+        return step in self._steps(kind)
+
     def save(self, kind: str, step: int, fill: Callable[[Path], None]) -> Path:
         self.folder.mkdir(parents=True, exist_ok=True)
         target = self.folder / f"{kind}-{step:08d}"

@@ -85,7 +85,8 @@ class Trainer:
         train = self.config.train
         self.not_training = time.perf_counter() - self.seconds
         with stop_on_signal() as stopped, self._loggers() as record:
-            marked_time, marked_step = self._clock(), self.step
+            started = marked_step = self.step
+            marked_time = self._clock()
             while self.step < train.max_steps and not stopped() and not self._out_of_patience():
                 loss = self._train_step()
                 self.step += 1
@@ -102,9 +103,11 @@ class Trainer:
                     self._finite(loss)
                     with self._clock_stopped():
                         self.save("last")
-            if stopped():
-                self.save("last")
             self.seconds = self._clock()
+            if stopped() and not self.checkpoints.has("last", self.step):
+                if self.step > started:
+                    self._finite(loss)
+                self.save("last")
             return self.summary(interrupted=stopped())
 
     def _clock(self) -> float:

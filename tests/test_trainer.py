@@ -120,6 +120,41 @@ def test_resuming_is_exact(dataset, tmp_path, stop_at):
     assert whole == parts
 
 
+def stop_now(*_):
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_does_not_replace_the_checkpoint_of_this_step(dataset, tmp_path, monkeypatch):
+    trainer = Trainer(config_for(dataset), dataset, tmp_path)
+    save = trainer.save
+
+    def save_and_stop(kind):
+        stop_now()
+        return save(kind)
+
+    monkeypatch.setattr(trainer, "save", save_and_stop)
+    monkeypatch.setattr(checkpoint, "remove_folder", None)  # a kill within it would lose the only checkpoint
+    assert trainer.run()["step"] == 3
+
+
+def test_a_signal_does_not_save_a_poisoned_state(dataset, tmp_path, monkeypatch):
+    trainer = Trainer(config_for(dataset, log_interval=100), dataset, tmp_path)
+    train_step = trainer._train_step
+
+    def poisoned_step():
+        loss = train_step()
+        if trainer.step == 4:  # the fifth step, which nothing logs, evaluates or saves
+            stop_now()
+            return loss * torch.nan
+        return loss
+
+    monkeypatch.setattr(trainer, "_train_step", poisoned_step)
+    with pytest.raises(
+        NotFiniteLoss, match=r"the loss is nan at step 5; the last good state is .*last-00000003"
+    ):
+        trainer.run()
+
+
 SCRIPT = """
 import sys
 from pathlib import Path

@@ -25,6 +25,7 @@ def provenance() -> dict[str, Any]:
         "machine": {
             "system": platform.system(), "processor": platform.machine(), "gpu": gpu,
             "cpu_threads": torch.get_num_threads(),
+            "float32_matmul_precision": torch.get_float32_matmul_precision(),
         },
     }  # fmt: skip
 

@@ -110,10 +110,8 @@ def apn(
     phi_nkr = (w_nk.unsqueeze(-1) * phi_nkr).to(U_Kqd.dtype)  # w_i scales the small side
     code_nkq = phi_nkr if A_Krq is None else torch.einsum("nkr,nkrq->nkq", phi_nkr, rows(A_Krq, idx_nk))
     update_nd = decode(code_nkq, U_Kqd, idx_nk)  # (6) sum_i w_i U_i phi_i
-    if U0_rd is not None:
-        update_nd = (
-            update_nd + phi_nkr.sum(1) @ U0_rd
-        )  # (8) U_i = U_0 + offset_i, and U_0 is the same for all
+    if U0_rd is not None:  # (8) U_i = U_0 + offset_i, and U_0 is the same for all
+        update_nd = update_nd + phi_nkr.sum(1) @ U0_rd
 
     return APNOutput(
         update=(scale * update_nd).masked_fill(~finite_n1, torch.nan),
