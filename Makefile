@@ -11,8 +11,8 @@ export OMP_WAIT_POLICY ?= PASSIVE
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(READY)  ## see the layer route, specialise and learn online (about ten seconds)
-	@$(BIN)/python examples/layer_tour.py
+demo: $(READY)  ## train a dense and an APN model side by side and write a report (two to three minutes)
+	@$(BIN)/attractor demo
 
 test: lint types pytest  ## lint, types and the whole test suite
 

@@ -7,6 +7,7 @@ the rest is JSON: nothing in a checkpoint is executed by loading it.
 """
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -17,7 +18,18 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from attractor.distributed import World
+
+log = logging.getLogger("attractor")
 
 FOLDER = re.compile(r"(last|best)-(\d+)")
 
@@ -97,38 +109,52 @@ def find_model(path: str | Path) -> Path:
     return folder
 
 
-def save_training_state(
-    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict[str, Any]
-) -> None:
-    """Optimizer and random state as safetensors, the loop's own counters as JSON."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
-    tensors = {
-        f"optimizer.{names[parameter]}.{key}": value
-        for parameter, state in optimizer.state.items()
-        for key, value in state.items()
-    }
-    tensors["random.cpu"] = torch.get_rng_state()
+State = dict[str, Any]
+WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> tuple[State, State]:
+    """The model's tensors, and those of the optimizer and the random generators: whole, in the leader."""
+    moments: State = get_optimizer_state_dict(model, optimizer, options=WHOLE).get("state", {})  # type: ignore[assignment]
+    training = {f"optimizer.{name}.{key}": value for name in moments for key, value in moments[name].items()}
+    training["random.cpu"] = world.stack(torch.get_rng_state())
     if torch.cuda.is_available():
-        tensors["random.cuda"] = torch.cuda.get_rng_state()
+        training["random.cuda"] = world.stack(torch.cuda.get_rng_state())
+    return get_model_state_dict(model, options=WHOLE), training
+
+
+def spread_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, world: World, state: State, training: State
+) -> None:
+    """Undo `gather_state` in place, with any number of processes; only what the leader gives counts."""
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=world.size > 1)
+    random = world.from_leader(lambda: {k: v for k, v in training.items() if k.startswith("random.")})
+    moments: State = {}
+    for key in training.keys() - random.keys():
+        name, part = key.removeprefix("optimizer.").rsplit(".", 1)
+        moments.setdefault(name, {})[part] = training[key]
+    groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
+    set_model_state_dict(model, state, options=options)
+    set_optimizer_state_dict(
+        model, optimizer, {"state": moments, "param_groups": groups} if moments else {}, options=options
+    )
+    if len(random["random.cpu"]) != world.size:
+        log.warning("%d processes saved this and %d go on: dropout takes other random numbers from here",
+                    len(random["random.cpu"]), world.size)  # fmt: skip
+        return
+    own = {name: states[world.rank].clone() for name, states in random.items()}  # torch crashes on a view
+    torch.set_rng_state(own["random.cpu"])
+    if "random.cuda" in own and torch.cuda.is_available():
+        torch.cuda.set_rng_state(own["random.cuda"])
+
+
+def write_training(folder: Path, tensors: State, progress: dict[str, Any]) -> None:
     save_file(tensors, folder / "training.safetensors")
     (folder / "training.json").write_text(json.dumps(progress, indent=2))
 
 
-def load_training_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Undo `save_training_state` in place; returns the counters."""
+def read_training(folder: Path) -> tuple[State, dict[str, Any]]:
     try:
-        tensors = load_file(folder / "training.safetensors")
-        progress = json.loads((folder / "training.json").read_text())
-    except (OSError, SafetensorError, json.JSONDecodeError) as error:
+        return load_file(folder / "training.safetensors"), json.loads((folder / "training.json").read_text())
+    except (OSError, SafetensorError, ValueError) as error:
         raise ValueError(f"cannot resume from {folder}: {error}") from error
-    torch.set_rng_state(tensors.pop("random.cpu"))
-    cuda: Tensor | None = tensors.pop("random.cuda", None)
-    if cuda is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(cuda)
-    parameters = dict(model.named_parameters())
-    for key, value in tensors.items():
-        name, part = key.removeprefix("optimizer.").rsplit(".", 1)
-        if name not in parameters:
-            raise ValueError(f"cannot resume from {folder}: the model has no parameter {name!r}")
-        optimizer.state[parameters[name]][part] = value.to(parameters[name].device)
-    return progress

@@ -13,12 +13,12 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
-from attractor import analysis, ops, presets
+from attractor import analysis, distributed, ops, presets
 from attractor.checkpoint import find_model
 from attractor.config import RunConfig
 from attractor.corpora import CORPORA, CorpusUnavailable
 from attractor.data import Dataset, prepare
-from attractor.experiments import table1
+from attractor.experiments import demo, table1
 from attractor.generate import generate
 from attractor.model import GPT
 from attractor.tokenizer import load as load_tokenizer
@@ -83,24 +83,29 @@ class Train:
     preset: tyro.conf.Suppress[str] = ""
 
     def run(self) -> int:
+        with distributed.world(self.device) as (world, device):
+            return self.run_in(world, device)
+
+    def run_in(self, world: distributed.World, device: torch.device) -> int:
         out = self.out or Path("runs") / self.preset
-        dataset = _dataset(self.config)
+        with world.one_per_machine_first():
+            dataset = _dataset(self.config)
         model = dataclasses.replace(self.config.model, vocab_size=dataset.tokenizer.vocab_size)
         config = dataclasses.replace(self.config, model=model)
-        if self.resume == "never" and (out / "checkpoints").exists():
+        if self.resume == "never" and world.from_leader((out / "checkpoints").exists):
             raise ValueError(
                 f"{out} holds a run already; --resume auto goes on with it, --out starts another"
             )
-        with progress_bar(config.train.max_steps, self.preset) as report:
-            trainer = Trainer(config, dataset, out, device=self.device, report=report)
+        with progress_bar(config.train.max_steps, self.preset, shown=world.is_leader) as report:
+            trainer = Trainer(config, dataset, out, device=device, world=world, report=report)
             if self.resume == "auto" and trainer.resume():
                 report({"step": trainer.step})
             summary = trainer.run()
-        print(json.dumps(summary, indent=2))
-        if summary["interrupted"]:
-            print(f"stopped at step {summary['step']}; --resume auto goes on", file=sys.stderr)
-            return INTERRUPTED
-        return 0
+        if world.is_leader:
+            print(json.dumps(summary, indent=2))
+            if summary["interrupted"]:
+                print(f"stopped at step {summary['step']}; --resume auto goes on", file=sys.stderr)
+        return INTERRUPTED if summary["interrupted"] else 0
 
 
 @dataclass(kw_only=True)
@@ -154,6 +159,25 @@ class Info:
             print("backends:", ", ".join(ops.BACKENDS))
         if self.run_folder is not None:
             print(model_card(find_model(self.run_folder)))
+
+
+@dataclass(kw_only=True)
+class Demo:
+    """Train a tiny dense and a tiny APN model and write a report: two to three minutes on two CPU cores."""
+
+    out: Path = Path("runs/demo")
+    """Gets demo.json, report.html and both runs; a demo that was stopped goes on from there."""
+    steps: int = demo.STEPS
+    """Training steps of each model."""
+    device: str | None = None
+    """cpu, cuda, cuda:1, ... (default: the GPU if there is one)."""
+
+    def run(self) -> None:
+        dataset = _dataset(presets.tiny_apn())
+        with progress_bar(len(demo.MODELS) * self.steps, "demo") as report:
+            result = demo.run(self.out, dataset, steps=self.steps, device=self.device, report=report)
+        print(demo.table(result), demo.routing(result), demo.samples(result), sep="\n\n")
+        print(f"\nThe report, with curves and charts: {(self.out / 'report.html').resolve().as_uri()}")
 
 
 @dataclass(kw_only=True)
@@ -232,10 +256,10 @@ def model_card(folder: Path) -> str:
 class progress_bar:
     """A tqdm bar that follows the records of a run; evaluations stay on the screen as lines."""
 
-    def __init__(self, steps: int, name: str) -> None:
+    def __init__(self, steps: int, name: str, *, shown: bool = True) -> None:
         from tqdm import tqdm
 
-        self.bar = tqdm(total=steps, desc=name, unit="step", mininterval=0.5)
+        self.bar = tqdm(total=steps, desc=name, unit="step", mininterval=0.5, disable=not shown)
 
     def __enter__(self) -> Callable[[dict[str, Any]], None]:
         return self.show
@@ -244,13 +268,16 @@ class progress_bar:
         self.bar.close()
 
     def show(self, record: dict[str, Any]) -> None:
-        self.bar.n = record["step"]
+        doing = record.get("doing", "")  # of several models, which one
+        self.bar.n = record.get("done", record["step"])
+        if doing:
+            self.bar.set_description_str(doing, refresh=False)
         if "train/loss" in record:
             speed = record["train/tokens_per_second"]
             self.bar.set_postfix_str(f"loss {record['train/loss']:.3f}, {speed:,.0f} tokens/s", refresh=False)
         if record.get("val/ppl") is not None:
-            line = f"step {record['step']:6d}  validation perplexity {record['val/ppl']:.4f}"
-            self.bar.write(line, file=sys.stderr)  # stdout is for the result
+            line = f"{doing:14s} step {record['step']:6d}  validation perplexity {record['val/ppl']:.4f}"
+            self.bar.write(line.lstrip(), file=sys.stderr)  # stdout is for the result
         self.bar.refresh()
 
 
@@ -269,6 +296,7 @@ def _commands() -> Any:
         | Annotated[train, verb("train", description="Train a model from a preset.")]
         | Annotated[Sample, verb("sample")]
         | Annotated[Info, verb("info")]
+        | Annotated[Demo, verb("demo")]
         | Annotated[
             Annotated[ExperimentList, verb("list")] | Annotated[Table1, verb("table1")],
             verb("experiment", description="Reproduce a table or a figure."),

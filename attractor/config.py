@@ -18,6 +18,7 @@ DecoderName = Literal["independent", "shared"]
 PrototypesName = Literal["static", "contextual"]
 FFNName = Literal["mlp", "apn"]
 PrecisionName = Literal["auto", "float32", "bfloat16"]
+ParallelName = Literal["ddp", "fsdp"]
 
 
 def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -200,6 +201,11 @@ class GPTConfig(JSONConfig):
             raise ValueError(
                 f"apn.dropout={self.apn.dropout} contradicts dropout={self.dropout}; set only dropout"
             )
+        if self.apn.num_layers not in (1, self.num_layers):
+            raise ValueError(
+                f"apn.num_layers={self.apn.num_layers} contradicts num_layers={self.num_layers}; set only "
+                "num_layers"
+            )
         for key in self.per_layer:
             if not (key.isdecimal() and int(key) < self.num_layers):
                 raise ValueError(f"per_layer names layer {key!r}; allowed: '0' to '{self.num_layers - 1}'")
@@ -246,6 +252,8 @@ class TrainConfig(JSONConfig):
     """"auto" is bfloat16 autocast on a GPU that has it, float32 elsewhere."""
     compile: bool | None = None
     """torch.compile; None compiles on a GPU only."""
+    parallel: ParallelName = "ddp"
+    """Under torchrun: a whole model in every process, or ("fsdp") a part of every tensor."""
 
     def __post_init__(self) -> None:
         for name in ("max_steps", "batch_size", "accumulation", "eval_interval", "checkpoint_interval",
@@ -260,6 +268,7 @@ class TrainConfig(JSONConfig):
             check_number(name, getattr(self, name), "a number, 0 or more", lambda number: number >= 0)
         check_probability("beta2", self.beta2)
         check_choice("precision", self.precision, get_args(PrecisionName))
+        check_choice("parallel", self.parallel, get_args(ParallelName))
         if self.patience is not None:
             check_size("patience", self.patience)
         if self.min_learning_rate > self.learning_rate:

@@ -155,12 +155,16 @@ class GPT(nn.Module):
         total = sum(parameter.numel() for parameter in self.parameters())
         return total if positions else total - self.positions.weight.numel()
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write config.json and model.safetensors; each file appears whole or not at all."""
+    def save_pretrained(self, folder: str | Path, *, state: dict[str, Tensor] | None = None) -> None:
+        """Write config.json and model.safetensors; each file appears whole or not at all.
+
+        `state` takes the place of our own tensors where they are spread over processes.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f".partial-{os.getpid()}"
-        save_file({name: value.contiguous() for name, value in self.state_dict().items()}, partial)
+        state = self.state_dict() if state is None else state
+        save_file({name: value.contiguous() for name, value in state.items()}, partial)
         os.replace(partial, folder / "model.safetensors")
         partial.write_text(self.config.to_json())
         os.replace(partial, folder / "config.json")

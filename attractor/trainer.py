@@ -25,9 +25,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attractor import analysis, monitor
-from attractor.checkpoint import Checkpoints, load_training_state, save_training_state
+from attractor.checkpoint import Checkpoints, gather_state, read_training, spread_state, write_training
 from attractor.config import RunConfig, TrainConfig
 from attractor.data import Batches, Dataset, windows
+from attractor.distributed import World, average_gradients, spread
 from attractor.layer import APN, ROLES, warmup_factor
 from attractor.model import GPT
 
@@ -50,6 +51,7 @@ class Trainer:
         *,
         device: str | torch.device | None = None,
         backend: str = "auto",
+        world: World | None = None,
         report: Callable[[dict[str, Any]], None] = lambda record: None,
     ) -> None:
         if dataset.tokenizer.vocab_size != config.model.vocab_size:
@@ -59,35 +61,47 @@ class Trainer:
             )
         self.config, self.dataset, self.folder, self.report = config, dataset, Path(run), report
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch.manual_seed(config.train.seed)
-        self.model = GPT(config.model, backend=backend).to(self.device)
-        on_gpu = self.device.type == "cuda"
-        self.compiled: nn.Module = self.model
-        if config.train.compile or (config.train.compile is None and on_gpu):
-            self.compiled = torch.compile(self.model)  # type: ignore[assignment]
-        self.optimizer = make_optimizer(self.model, config.train, fused=on_gpu)
+        self.world = world = world or World()
+        train = config.train
+        if train.batch_size % (train.accumulation * world.size):
+            raise ValueError(
+                f"batch_size={train.batch_size} must be a multiple of {world.size} processes times "
+                f"accumulation={train.accumulation}"
+            )
         self.batches = Batches(
-            dataset.train, config.train.batch_size, config.model.context, seed=config.train.seed
+            dataset.train, train.batch_size, config.model.context, train.seed, world.rank, world.size
         )
+        torch.manual_seed(train.seed)
+        self.model = GPT(config.model, backend=backend).to(self.device)
+        if world.rank:  # the same weights everywhere, but every process drops other activations
+            torch.manual_seed(train.seed + world.rank)
+        self.flops_per_token = 6 * analysis.model_multiply_adds(self.model)
+        self.spread = spread(self.model, train.parallel, world, self.device)
+        on_gpu = self.device.type == "cuda"
+        self.compiled: Callable[..., Any] = self.spread
+        if train.compile or (train.compile is None and on_gpu):
+            self.compiled = torch.compile(self.spread)
+        self.optimizer = make_optimizer(self.model, train, fused=on_gpu)
         self.checkpoints = Checkpoints(self.folder)
         self.step = 0
         self.best_loss, self.best_step = math.inf, 0
         self.evaluations_since_best = 0
         self.seconds = 0.0
         self.not_training = 0.0
-        self.flops_per_token = 6 * analysis.model_multiply_adds(self.model)
         self.peak_flops = peak_flops(self.device)
 
     def run(self) -> dict[str, Any]:
         """Train to the end, or until SIGINT or SIGTERM stops it after a step; returns where it got to."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "config.json").write_text(self.config.to_json())
         train = self.config.train
-        self.not_training = time.perf_counter() - self.seconds
-        with stop_on_signal() as stopped, self._loggers() as record:
+        with stop_on_signal() as signalled, self._loggers() as record:
+            self.not_training = time.perf_counter() - self.seconds
+
+            def stopped() -> bool:
+                return self.world.any(signalled())
+
             started = marked_step = self.step
             marked_time = self._clock()
-            while self.step < train.max_steps and not stopped() and not self._out_of_patience():
+            while not (stop := stopped()) and self.step < train.max_steps and not self._out_of_patience():
                 loss = self._train_step()
                 self.step += 1
                 is_last = self.step == train.max_steps
@@ -104,11 +118,11 @@ class Trainer:
                     with self._clock_stopped():
                         self.save("last")
             self.seconds = self._clock()
-            if stopped() and not self.checkpoints.has("last", self.step):
+            if stop and not self.world.from_leader(lambda: self.checkpoints.has("last", self.step)):
                 if self.step > started:
                     self._finite(loss)
                 self.save("last")
-            return self.summary(interrupted=stopped())
+            return self.summary(interrupted=stop)
 
     def _clock(self) -> float:
         """Seconds spent training, without evaluation and saving, over all resumptions."""
@@ -122,14 +136,27 @@ class Trainer:
 
     def resume(self) -> bool:
         """Go on from the last checkpoint of this run, if there is one."""
-        folder = self.checkpoints.newest("last")
-        if folder is None:
+        state: dict[str, Tensor] = {}
+        training: dict[str, Tensor] = {}
+
+        def read() -> dict[str, Any] | None:
+            folder = self.checkpoints.newest("last")
+            if folder is None:
+                return None
+            saved = GPT.from_pretrained(folder)
+            if saved.config != self.config.model:
+                raise ValueError(
+                    f"{folder} holds another model; resume with its own settings or start a new run"
+                )
+            state.update(saved.state_dict())
+            tensors, progress = read_training(folder)
+            training.update(tensors)
+            return progress
+
+        progress = self.world.from_leader(read)
+        if progress is None:
             return False
-        saved = GPT.from_pretrained(folder, device=self.device)
-        if saved.config != self.config.model:
-            raise ValueError(f"{folder} holds another model; resume with its own settings or start a new run")
-        self.model.load_state_dict(saved.state_dict())
-        progress = load_training_state(folder, self.model, self.optimizer)
+        spread_state(self.model, self.optimizer, self.world, state, training)
         self.batches.load_state_dict(progress["batches"])
         self.step, self.seconds = progress["step"], progress["seconds"]
         self.best_loss = math.inf if progress["best_loss"] is None else progress["best_loss"]
@@ -138,8 +165,10 @@ class Trainer:
         return True
 
     def save(self, kind: str) -> Path:
+        state, training = gather_state(self.model, self.optimizer, self.world)
+
         def fill(folder: Path) -> None:
-            self.model.save_pretrained(folder)
+            self.model.save_pretrained(folder, state=state)
             self.dataset.tokenizer.save(folder / "tokenizer.json")
             (folder / "run.json").write_text(self.config.to_json())
             if kind == "last":
@@ -148,9 +177,9 @@ class Trainer:
                     "evaluations_since_best": self.evaluations_since_best, "seconds": self.seconds,
                     "batches": self.batches.state_dict(),
                 }  # fmt: skip
-                save_training_state(folder, self.model, self.optimizer, progress)
+                write_training(folder, training, progress)
 
-        return self.checkpoints.save(kind, self.step, fill)
+        return self.world.from_leader(lambda: self.checkpoints.save(kind, self.step, fill))
 
     def summary(self, interrupted: bool = False) -> dict[str, Any]:
         return {
@@ -173,11 +202,13 @@ class Trainer:
         if train.scale_warmup_steps:
             for layer in self.model.apn_layers().values():
                 layer.set_scale_factor(warmup_factor(self.step, train.scale_warmup_steps))
-        self.compiled.train()
+        self.spread.train()
         self.optimizer.zero_grad(set_to_none=True)
         inputs, targets = (part.to(self.device, non_blocking=True) for part in next(self.batches))
         total = torch.zeros((), device=self.device)
-        for x, y in zip(inputs.chunk(train.accumulation), targets.chunk(train.accumulation), strict=True):
+        pieces = list(zip(inputs.chunk(train.accumulation), targets.chunk(train.accumulation), strict=True))
+        for number, (x, y) in enumerate(pieces, 1):
+            average_gradients(self.spread, number == len(pieces))
             with self.autocast():
                 loss, objective = self._losses(x, y)
             (objective / train.accumulation).backward()
@@ -204,7 +235,7 @@ class Trainer:
         return loss, objective
 
     def _evaluate(self) -> dict[str, float]:
-        loss = evaluate(self.model, self.dataset.val, autocast=self.autocast)
+        loss = evaluate(self.model, self.dataset.val, autocast=self.autocast, world=self.world)
         if loss < self.best_loss:
             self.best_loss, self.best_step, self.evaluations_since_best = loss, self.step, 0
             self.save("best")
@@ -241,7 +272,7 @@ class Trainer:
         return values
 
     def _finite(self, loss: Tensor) -> float:
-        value = float(loss)
+        value = float(self.world.mean(loss))
         if not math.isfinite(value):
             newest = self.checkpoints.newest("last")
             raise NotFiniteLoss(
@@ -254,6 +285,11 @@ class Trainer:
     @contextmanager
     def _loggers(self) -> Iterator[Callable[[dict[str, float]], None]]:
         """metrics.jsonl always, TensorBoard where installed, and the caller's own report."""
+        if not self.world.is_leader:
+            yield lambda values: None
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / "config.json").write_text(self.config.to_json())
         path = self.folder / "metrics.jsonl"
         kept = []
         if self.step and path.exists():  # records after the checkpoint belong to a future that did not happen
@@ -307,23 +343,32 @@ def evaluate(
     *,
     batch_size: int = 64,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
+    world: World | None = None,
 ) -> float:
     """Mean loss in nats per token over all of `tokens`, in contiguous windows of the model's context.
 
-    Every token but the first is predicted exactly once: no sampling, so two evaluations agree.
+    Every token but the first is predicted exactly once: no sampling, so two evaluations agree. The processes
+    of `world` share the windows of each batch.
     """
+    world = world or World()
     was_training = model.training
     model.eval()
     device = model.embedding.weight.device
     total, count = 0.0, 0
     for inputs, targets, number in windows(tokens, model.config.context, batch_size):
+        mine = slice(world.rank, None, world.size) if len(inputs) > world.rank else slice(0, 1)
         with autocast():
-            logits = model(inputs.to(device))
-        losses = F.cross_entropy(logits.flatten(0, 1).float(), targets.to(device).flatten(), reduction="sum")
-        total += float(losses.double())
+            logits = model(inputs[mine].to(device))
+        losses = F.cross_entropy(
+            logits.flatten(0, 1).float(), targets[mine].to(device).flatten(), reduction="sum"
+        )
+        if (
+            len(inputs) > world.rank
+        ):  # else there is no window left for us, and we only keep the others company
+            total += float(losses.double())
         count += number
     model.train(was_training)
-    return total / count
+    return float(world.sum(torch.tensor(total, dtype=torch.float64))) / count
 
 
 def make_optimizer(model: nn.Module, train: TrainConfig, *, fused: bool = False) -> torch.optim.AdamW:

@@ -55,7 +55,7 @@ def test_links_lead_somewhere():
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
-def test_demo(capsys):
+def test_layer_tour(capsys):
     runpy.run_path(str(ROOT / "examples" / "layer_tour.py"), run_name="__main__")
     shown = capsys.readouterr().out
     losses = [float(value) for value in re.findall(r"loss on B ([\d.]+)", shown)]

@@ -35,7 +35,7 @@ def _git(*arguments: str) -> str:
     here = Path(__file__).parent
     try:
         done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, timeout=10)
-    except OSError:
+    except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout.strip() if done.returncode == 0 else ""
 
@@ -45,3 +45,8 @@ def write_result(path: Path, values: dict[str, Any]) -> None:
     partial = path.with_name(f".partial-{path.name}")
     partial.write_text(json.dumps({**values, "provenance": provenance()}, indent=2) + "\n")
     os.replace(partial, path)
+
+
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """The records a finished run left in its metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -6,6 +6,7 @@ attractor experiment table1 --size paper      the paper's settings, one GPU
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +18,7 @@ from attractor import analysis, presets
 from attractor.checkpoint import find_model
 from attractor.config import RunConfig
 from attractor.data import Batches, Dataset
-from attractor.experiments.result import write_result
+from attractor.experiments.result import read_metrics, write_result
 from attractor.model import GPT
 from attractor.trainer import Trainer, evaluate
 
@@ -46,29 +47,45 @@ def run_one(
     device: str | None = None,
     report: Report = print,
 ) -> dict[str, Any]:
-    """Train one row of the table (or finish it) and measure its best checkpoint."""
-    config = run_config(model, size)
+    """One row of the table."""
+    return train_and_measure(
+        run_config(model, size), dataset, folder, sampled_batches=200 if size == "paper" else 20,
+        device=device, report=report,
+    )  # fmt: skip
+
+
+def train_and_measure(
+    config: RunConfig,
+    dataset: Dataset,
+    folder: Path,
+    *,
+    sampled_batches: int = 20,
+    device: str | None = None,
+    report: Report = print,
+) -> dict[str, Any]:
+    """Train a model (or finish it, or find it finished) and measure its best checkpoint."""
     shape = dataclasses.replace(config.model, vocab_size=dataset.tokenizer.vocab_size)
     config = dataclasses.replace(config, model=shape)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     trainer = Trainer(config, dataset, folder, device=device, report=report)
-    trainer.resume()
-    last: dict[str, Any] = {}
-
-    def remember(entry: dict[str, Any]) -> None:
-        last.update(entry)
-        report(entry)
-
-    trainer.report = remember
+    if trainer.resume():
+        report({"step": trainer.step})
     summary = trainer.run()
     if summary["interrupted"]:
         raise KeyboardInterrupt
     best = GPT.from_pretrained(find_model(folder), device=trainer.device)
     val_loss = evaluate(best, dataset.val, autocast=trainer.autocast)
-    sampled = random_batch_loss(best, dataset, config, batches=200 if size == "paper" else 20)
+    sampled = random_batch_loss(best, dataset, config, batches=sampled_batches)
     counts = [analysis.parameter_counts(layer) for layer in best.apn_layers().values()]
+    records = read_metrics(folder)  # the whole run, also where an earlier process trained it
+    last = {name: value for record in records for name, value in record.items()}
     entropies = [value for name, value in last.items() if name.endswith("usage_entropy")]
+
+    def typical(name: str) -> float | None:
+        values = [record[name] for record in records if record.get(name) is not None]
+        return statistics.median(values) if values else None
+
     return {
         "config": config.to_dict(),
         "seed": config.train.seed,
@@ -81,8 +98,8 @@ def run_one(
         - sum(count["total"] - count["active"] for count in counts),
         "multiply_adds_per_token": analysis.model_multiply_adds(best),
         "training_seconds": summary["seconds"],
-        "tokens_per_second": last.get("train/tokens_per_second"),
-        "mfu": last.get("train/mfu"),
+        "tokens_per_second": typical("train/tokens_per_second"),
+        "mfu": typical("train/mfu"),
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
         "usage_entropy": sum(entropies) / len(entropies) if entropies else None,
     }

@@ -1,0 +1,175 @@
+"""What `make demo` shows: a dense and an APN model of the same shape learn alike, and a report compares them.
+
+attractor demo      two to three minutes on two CPU cores; then open runs/demo/report.html
+"""
+
+import dataclasses
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attractor import monitor, presets
+from attractor.checkpoint import find_model
+from attractor.config import RunConfig
+from attractor.data import Dataset, windows
+from attractor.experiments.report import TITLES, comparison, render, specialists, verdict
+from attractor.experiments.result import read_metrics, write_result
+from attractor.experiments.table1 import train_and_measure
+from attractor.generate import generate
+from attractor.model import GPT
+from attractor.tokenizer import Tokenizer
+
+MODELS = ("dense", "apn")
+STEPS = 600
+PROMPT = "ROMEO:"
+SAMPLING: dict[str, Any] = {"max_tokens": 400, "temperature": 0.8, "seed": 1337}
+
+
+def run_config(model: str, steps: int, vocab_size: int) -> RunConfig:
+    """The tiny preset, evaluated often enough to draw a curve and saved as often."""
+    config = presets.NAMES[f"tiny_{model}"]()
+    train = dataclasses.replace(
+        config.train, max_steps=steps, warmup_steps=steps // 20, log_interval=max(1, steps // 60),
+        eval_interval=max(1, steps // 8), checkpoint_interval=max(1, steps // 8),
+    )  # fmt: skip
+    shape = dataclasses.replace(config.model, vocab_size=vocab_size)
+    return dataclasses.replace(config, model=shape, train=train)
+
+
+def run(
+    out: Path,
+    dataset: Dataset,
+    *,
+    steps: int = STEPS,
+    prompt: str = PROMPT,
+    device: str | None = None,
+    report: Callable[[dict[str, Any]], None] = lambda record: None,
+) -> dict[str, Any]:
+    """Train both models (or finish them), measure them, write `out`/demo.json and `out`/report.html.
+
+    `report` receives the trainers' records with two additions: what we are "doing", and how many of the
+    steps of both models are "done".
+    """
+    dataset.tokenizer.encode(prompt)  # a prompt that cannot be written is no news after minutes of training
+    configs = {model: run_config(model, steps, dataset.tokenizer.vocab_size) for model in MODELS}
+    for model, config in configs.items():
+        check_unchanged(out / model, config)
+    rows: dict[str, Any] = {}
+    for model, config in configs.items():
+        before, doing = len(rows) * steps, f"training {TITLES[model]}"
+
+        def report_one(record: dict[str, Any], before: int = before, doing: str = doing) -> None:
+            report({**record, "doing": doing, "done": before + record["step"]})
+
+        rows[model] = train_and_measure(config, dataset, out / model, device=device, report=report_one)
+    report({"step": steps, "doing": "reading and writing", "done": len(rows) * steps})
+    models = {name: GPT.from_pretrained(find_model(out / name)) for name in MODELS}
+    described = ("source", "sha256", "tokenizer", "train_tokens", "val_tokens")
+    values = {
+        "experiment": "demo",
+        "steps": steps,
+        "data": {name: dataset.meta[name] for name in described},
+        "rows": rows,
+        "routing": routing_health(models["apn"], dataset),
+        "sampling": {"prompt": prompt, **SAMPLING},
+        "samples": {name: continued(prompt, model, dataset) for name, model in models.items()},
+    }
+    write_result(out / "demo.json", values)
+    result = json.loads((out / "demo.json").read_text())
+    page = render(result, {model: read_metrics(out / model) for model in MODELS})
+    (out / "report.html").write_text(page, encoding="utf-8")
+    return result
+
+
+def check_unchanged(folder: Path, config: RunConfig) -> None:
+    """A run trained with other settings must not be shown as one with these."""
+    saved = folder / "config.json"
+    if saved.is_file() and RunConfig.from_json(saved.read_text()) != config:
+        raise ValueError(
+            f"{folder} was trained with other settings; remove {folder.parent} or choose another folder"
+        )
+
+
+@torch.no_grad()
+def routing_health(model: GPT, dataset: Dataset) -> dict[str, dict[str, Any]]:
+    """What the router of each APN layer does with the whole validation text."""
+    model.eval()
+    tokens, parts = [], defaultdict(list)
+    for inputs, _, _ in windows(dataset.val, model.config.context, 64):
+        tokens.append(inputs.flatten())
+        for layer, stats in model(inputs, return_stats=True)[1].items():
+            values = (stats.indices, stats.confidence, stats.update_norm / stats.input_norm)
+            parts[layer].append([value.flatten(0, 1) for value in values])
+    health = {}
+    for layer, apn in model.apn_layers().items():
+        indices, confidence, update_ratio = (torch.cat(part) for part in zip(*parts[layer], strict=True))
+        usage = monitor.usage(indices, apn.num_patches)
+        entropy = monitor.usage_entropy(usage)
+        health[str(layer)] = {
+            "num_patches": apn.num_patches,
+            "top_k": apn.config.top_k,
+            "usage": usage.tolist(),
+            "usage_entropy": entropy,
+            "effective_patches": math.exp(entropy),
+            "dead_patches": len(monitor.dead_patches(usage)),
+            "confidence": float(confidence.mean()),
+            "update_ratio": float(update_ratio.mean()),
+            "favourites": favourites(indices, torch.cat(tokens), apn.num_patches, dataset.tokenizer),
+        }
+    return health
+
+
+def favourites(
+    indices: Tensor, tokens: Tensor, num_patches: int, tokenizer: Tokenizer
+) -> list[tuple[str, float] | None]:
+    """For each patch the token that selects it most often, and that token's share; None for a dead patch."""
+    pairs = indices * tokenizer.vocab_size + tokens[:, None]
+    counts = torch.bincount(pairs.flatten(), minlength=num_patches * tokenizer.vocab_size)
+    most, token = counts.view(num_patches, -1).max(1)
+    shares = most / counts.view(num_patches, -1).sum(1)
+    return [
+        (tokenizer.decode([int(token[patch])]), float(shares[patch])) if most[patch] else None
+        for patch in range(num_patches)
+    ]
+
+
+def continued(prompt: str, model: GPT, dataset: Dataset) -> str:
+    """The prompt and what the model makes of it."""
+    tokens = torch.from_numpy(dataset.tokenizer.encode(prompt))[None]
+    written = tokens[0].tolist() + [int(token) for token in generate(model, tokens, **SAMPLING)]
+    return dataset.tokenizer.decode(written)
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = [f"{'':34s} {'dense':>12s} {'APN':>12s} {'APN/dense':>12s}"]
+    lines += [
+        f"{name:34s} {dense:>12s} {apn:>12s} {ratio:>12s}"
+        for name, dense, apn, ratio in comparison(result["rows"])
+    ]
+    return "\n".join(lines)
+
+
+def routing(result: dict[str, Any]) -> str:
+    """Two lines for each APN layer: its patches from the busiest to the idlest, and the numbers."""
+    lines = []
+    for number, layer in result["routing"].items():
+        usage = sorted(layer["usage"], reverse=True)
+        # eight block characters from U+2581; a patch that nothing selected is a space
+        bars = "".join(chr(0x2580 + math.ceil(8 * share / usage[0])) if share else " " for share in usage)
+        entropy = f"entropy {layer['usage_entropy']:.2f} of {math.log(len(usage)):.2f}"
+        sizes = f"confidence {layer['confidence']:.2f}, update {layer['update_ratio']:.2f}"
+        lines += [
+            f"layer {number}  {bars}  {verdict(layer)[0]}: {entropy}, {layer['dead_patches']} dead",
+            f"         {sizes}, specialists {specialists(layer)}",
+        ]
+    return "\n".join(lines)
+
+
+def samples(result: dict[str, Any]) -> str:
+    return "\n\n".join(f"{TITLES[model]} writes\n{text}" for model, text in result["samples"].items())

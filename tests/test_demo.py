@@ -1,0 +1,220 @@
+"""The demo trains, resumes and measures; its report is one whole page that shows what demo.json says."""
+
+import copy
+import json
+import math
+import os
+import random
+import re
+import signal
+from collections import Counter
+from html.parser import HTMLParser
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from attractor.checkpoint import find_model
+from attractor.data import prepare, windows
+from attractor.experiments import demo, report
+from attractor.experiments.result import read_metrics
+from attractor.model import GPT
+
+STEPS = 6
+HOSTILE = '<script>&"'
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    words = [HOSTILE, "to", "be", "or", "not", "that", "is", "the", "question\n"]
+    (folder / "words.txt").write_text(" ".join(random.Random(0).choices(words, k=400)))
+    return prepare(folder / "words.txt", folder / "out", tokenizer="char")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_samples():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(demo.SAMPLING, "max_tokens", 30)
+        yield
+
+
+def run(out, dataset, steps=STEPS, **options):
+    return demo.run(out, dataset, **{"steps": steps, "prompt": HOSTILE, "device": "cpu"} | options)
+
+
+@pytest.fixture(scope="module")
+def finished(dataset, tmp_path_factory):
+    out = tmp_path_factory.mktemp("demo")
+    return out, run(out, dataset)
+
+
+class Page(HTMLParser):
+    """Refuses tags that do not nest, and collects the rest."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.texts: dict[str, list[str]] = {}
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += attrs
+        if tag != "meta":
+            self.open.append(tag)
+            self.texts.setdefault(tag, []).append("")
+
+    def handle_startendtag(self, tag, attrs):
+        assert "svg" in self.open
+        self.attributes += attrs
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        for tag in set(self.open):
+            self.texts[tag][-1] += data
+
+
+def render(out, result) -> str:
+    return report.render(result, {model: read_metrics(out / model) for model in demo.MODELS})
+
+
+def test_the_report_is_one_whole_page(finished):
+    out, result = finished
+    text = (out / "report.html").read_text()
+    page = Page(text)
+    assert not {"script", "link", "img", "iframe", "object", "image", "use"} & set(page.tags)
+    assert not {"src", "href", "xlink:href", "srcset"} & {name for name, _ in page.attributes}
+    assert not re.search(r"https?://|//\w|url\(|@import", text)
+    drawings = re.findall(r"<svg.*?</svg>", text, re.S)
+    assert len(drawings) == 1 + len(result["routing"])
+    for drawing in drawings:
+        numbers = [
+            float(number)
+            for mark in ElementTree.fromstring(drawing)
+            for attribute in ("d", "x", "y", "width", "height")
+            for number in re.findall(r"-?[\d.]+|nan|inf", mark.get(attribute, ""))
+        ]
+        assert all(0 <= number <= 100.01 for number in numbers)
+    assert text == render(out, json.loads((out / "demo.json").read_text()))
+
+
+def test_what_models_write_stays_text(finished):
+    out, result = finished
+    result = copy.deepcopy(result)
+    assert result["samples"]["apn"].startswith(HOSTILE)
+    assert len(result["samples"]["apn"]) == len(HOSTILE) + demo.SAMPLING["max_tokens"]
+    layer = result["routing"]["0"]
+    layer["favourites"] = [(HOSTILE, 0.5)] * 29 + [("\x00", 0.5)]
+    layer["favourites"][3], layer["usage"][3] = None, 0.0
+    result["data"]["source"] = result["provenance"]["commit"] = HOSTILE
+    text = render(out, result)
+    page = Page(text)
+    for drawing in re.findall(r"<svg.*?</svg>", text, re.S):
+        ElementTree.fromstring(drawing)
+    assert "script" not in page.tags
+    assert page.texts["pre"][:2] == [result["samples"]["dense"], result["samples"]["apn"]]
+    assert any(f"of them {HOSTILE}" in title for title in page.texts["title"])
+
+
+def test_the_table_says_what_the_json_says(finished):
+    out, result = finished
+    cells = Page((out / "report.html").read_text()).texts["td"]
+    assert all(cell in demo.table(result) for cell in cells)
+    table = [[float(cell.replace(",", "")) for cell in cells[start : start + 3]] for start in range(0, 18, 3)]
+    dense, apn = json.loads((out / "demo.json").read_text())["rows"].values()
+    for line, name in zip(
+        table, ("parameters", "active_parameters", "multiply_adds_per_token"), strict=False
+    ):
+        assert line[:2] == [dense[name], apn[name]]
+        assert line[2] == pytest.approx(apn[name] / dense[name], abs=0.006)
+    assert table[3][:2] == pytest.approx([dense["val_ppl"], apn["val_ppl"]], abs=0.006)
+    speeds = [dense["tokens_per_second"], apn["tokens_per_second"]]
+    assert table[4] == pytest.approx([1, speeds[0] / speeds[1], speeds[0] / speeds[1]], abs=0.006)
+    assert table[5][:2] == pytest.approx(speeds, abs=1)
+    for row, model in ((dense, "dense"), (apn, "apn")):
+        losses = [record["val/loss"] for record in read_metrics(out / model) if "val/loss" in record]
+        assert row["val_loss"] == pytest.approx(min(losses), abs=1e-6)
+
+
+def test_routing_is_counted_over_the_whole_validation_text(finished, dataset):
+    out, result = finished
+    model = GPT.from_pretrained(find_model(out / "apn")).eval()
+    pairs = Counter()
+    for inputs, _, _ in windows(dataset.val, model.config.context, 1):
+        with torch.no_grad():
+            indices = model(inputs, return_stats=True)[1][2].indices
+        pairs.update(
+            (patch, int(token))
+            for token, chosen in zip(inputs[0], indices[0].tolist(), strict=True)
+            for patch in chosen
+        )
+    layer = result["routing"]["2"]
+    assert pairs.total() == layer["top_k"] * (len(dataset.val) - 1)
+    for patch in range(layer["num_patches"]):
+        tokens = {token: count for (other, token), count in pairs.items() if other == patch}
+        assert layer["usage"][patch] == pytest.approx(sum(tokens.values()) / pairs.total())
+        if not tokens:
+            assert layer["favourites"][patch] is None
+            continue
+        text, share = layer["favourites"][patch]
+        assert tokens[int(dataset.tokenizer.encode(text)[0])] == max(tokens.values())
+        assert share == pytest.approx(max(tokens.values()) / sum(tokens.values()))
+    assert layer["usage_entropy"] == pytest.approx(-sum(q * math.log(q) for q in layer["usage"] if q))
+    lines = demo.routing(result).splitlines()[::2]
+    assert len(lines) == len(result["routing"])
+    assert all(len(re.findall("[\u2581-\u2588]", line)) == 30 - layer["dead_patches"]
+               for line, layer in zip(lines, result["routing"].values(), strict=True))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("effective", "dead", "word"),
+    [(30, 0, "even"), (15, 0, "even"), (14, 2, "uneven"), (4, 0, "uneven"),
+     (3, 0, "collapsed"), (14, 16, "collapsed")],
+)  # fmt: skip
+def test_verdict(effective, dead, word):
+    layer = {"num_patches": 30, "top_k": 2, "effective_patches": effective, "dead_patches": dead}
+    assert report.verdict(layer)[0] == word
+
+
+def test_a_second_run_trains_nothing(finished, dataset):
+    out, first = finished
+    before = (out / "apn" / "metrics.jsonl").read_bytes()
+    records = []
+    second = run(out, dataset, report=records.append)
+    assert [record["done"] for record in records] == [STEPS, 2 * STEPS, 2 * STEPS]
+    assert [record["doing"] for record in records[:2]] == ["training Dense", "training APN"]
+    assert (out / "apn" / "metrics.jsonl").read_bytes() == before
+    for row in (*first["rows"].values(), *second["rows"].values()):
+        row["training_seconds"] = None
+    assert second == first
+
+
+def test_an_interrupted_demo_goes_on_where_it_stopped(finished, dataset, tmp_path):
+    def interrupt(record):
+        if record["step"] == 3 and "train/loss" in record:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, dataset, report=interrupt)
+    assert not (tmp_path / "demo.json").exists()
+    assert not (tmp_path / "apn").exists()
+    records = []
+    result = run(tmp_path, dataset, report=records.append)
+    assert [record["done"] for record in records if "train/loss" in record] == [4, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert result["samples"] == finished[1]["samples"]
+    assert result["routing"] == finished[1]["routing"]
+
+
+def test_mistakes_are_told_before_any_training(finished, dataset, tmp_path):
+    with pytest.raises(ValueError, match="characters not in the vocabulary"):
+        run(tmp_path / "new", dataset, prompt="\u03a9")
+    assert not (tmp_path / "new").exists()
+    with pytest.raises(ValueError, match=r"trained with other settings; remove .* or choose another folder"):
+        run(finished[0], dataset, steps=STEPS + 1)
