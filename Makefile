@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+READY_TO_TEST := .venv/.ready-to-test
 # Waiting OpenMP threads sleep instead of spinning: on a busy machine that is the difference between slow and stuck.
 export OMP_WAIT_POLICY ?= PASSIVE
 
@@ -16,15 +17,15 @@ demo: $(READY)  ## train a dense and an APN model side by side and write a repor
 
 test: lint types pytest  ## lint, types and the whole test suite
 
-lint: $(READY)  ## ruff and the import direction
+lint: $(READY_TO_TEST)  ## ruff and the import direction
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/lint-imports
 
-types: $(READY)  ## mypy
+types: $(READY_TO_TEST)  ## mypy
 	@$(BIN)/mypy
 
-pytest: $(READY)  ## the tests alone
+pytest: $(READY_TO_TEST)  ## the tests alone
 	@$(BIN)/python -m pytest -q
 
 clean:  ## remove .venv and every cache
@@ -38,5 +39,10 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Setting up .venv (once; PyTorch is a large download) ..."
 	@$(PYTHON) -m venv .venv \
 	  || { echo "Could not create .venv: install your system's venv package (Debian, Ubuntu: python3-venv)"; exit 1; }
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[cli,train]"
+	@touch $@
+
+$(READY_TO_TEST): $(READY)
+	@echo "Adding what the tests need (once; Triton is large) ..."
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[cli,train,dev]"
 	@touch $@

@@ -13,12 +13,13 @@ from typing import Annotated, Any, Literal
 import torch
 import tyro
 
-from attractor import analysis, distributed, ops, presets
+from attractor import analysis, bench, distributed, ops, presets
 from attractor.checkpoint import find_model
 from attractor.config import RunConfig
 from attractor.corpora import CORPORA, CorpusUnavailable
 from attractor.data import Dataset, prepare
 from attractor.experiments import demo, table1
+from attractor.experiments.result import write_result
 from attractor.generate import generate
 from attractor.model import GPT
 from attractor.tokenizer import load as load_tokenizer
@@ -155,8 +156,7 @@ class Info:
 
     def run(self) -> None:
         if self.backends or self.run_folder is None:
-            print(f"attractor {__version__}, torch {torch.__version__}, GPU: {torch.cuda.is_available()}")
-            print("backends:", ", ".join(ops.BACKENDS))
+            print(describe_machine())
         if self.run_folder is not None:
             print(model_card(find_model(self.run_folder)))
 
@@ -218,6 +218,80 @@ class Table1:
         print(f"written to {result}")
 
 
+@dataclass(kw_only=True)
+class BenchLayer:
+    """Time the layer beside the dense FFN, an adapter and an MoE: forward, backward, memory."""
+
+    device: str | None = None
+    """cpu, cuda, cuda:1, ... (default: the GPU if there is one)."""
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None
+    """Default: bfloat16 on a GPU, float32 on a CPU."""
+    sweep: bool = False
+    """Many sizes around the paper's instead of the four of docs/performance.md."""
+    rounds: int = 1
+    """Take turns this often and give medians; 3 or more on a machine that does other work."""
+    json: Path | None = None
+    """Where the JSON goes (default: nowhere)."""
+
+    def run(self) -> None:
+        device = _device(self.device)
+        dtype = self.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+        sizes = (
+            bench.sweep_sizes() if self.sweep else bench.SIZES if device.type == "cuda" else bench.SIZES[:1]
+        )
+        results = bench.bench_layer(sizes, device, bench.DTYPES[dtype], print, self.rounds)
+        _write(self.json, "bench layer", {"dtype": dtype, "rounds": self.rounds}, results=results)
+
+
+@dataclass(kw_only=True)
+class BenchTrain:
+    """Time whole training steps: data, forward, backward, clipping and the optimizer."""
+
+    presets: tuple[str, str] = ("paper_dense", "paper_apn")
+    """The first is what the second is compared with."""
+    steps: int = 60
+    device: str | None = None
+    json: Path | None = None
+
+    def run(self) -> None:
+        device = _device(self.device)
+        rows = [bench.measure_train(preset, device, self.steps) for preset in self.presets]
+        ratio = rows[1]["step"] / rows[0]["step"]
+        print(f"a step of {self.presets[1]} takes {ratio:.3f} of one of {self.presets[0]}")
+        _write(self.json, "bench train", {"steps": self.steps}, rows=rows, ratio=ratio)
+
+
+@dataclass(kw_only=True)
+class BenchDecode:
+    """Time the next token of one and of several streams, half a context into the text."""
+
+    presets: tuple[str, str] = ("paper_dense", "paper_apn")
+    streams: tuple[int, ...] = (1, 64)
+    device: str | None = None
+    json: Path | None = None
+
+    def run(self) -> None:
+        device = _device(self.device)
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        results = []
+        for streams in self.streams:
+            dense, apn = (bench.measure_decode(name, streams, device, dtype) for name in self.presets)
+            ratios = {kind: apn[kind] / dense[kind] for kind in ("graph", "eager") if kind in dense}
+            results.append({"streams": streams, "rows": [dense, apn], "ratios": ratios})
+            shown = ", ".join(f"{kind} {ratio:.3f}" for kind, ratio in ratios.items())
+            print(f"{streams} streams, {self.presets[1]} over {self.presets[0]}: {shown}")
+        _write(self.json, "bench decode", {"dtype": str(dtype)}, results=results)
+
+
+def _device(name: str | None) -> torch.device:
+    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _write(path: Path | None, experiment: str, config: dict[str, Any], **values: Any) -> None:
+    if path is not None:
+        write_result(path, {"experiment": experiment, "config": config, "seed": 0, **values})
+
+
 def _dataset(config: RunConfig) -> Dataset:
     data = config.data
     folder = Path(data.source)
@@ -227,6 +301,18 @@ def _dataset(config: RunConfig) -> Dataset:
         data.source, Path("data") / f"{folder.stem}-{Path(data.tokenizer).stem}", tokenizer=data.tokenizer,
         vocab_size=data.vocab_size, val_fraction=data.val_fraction,
     )  # fmt: skip
+
+
+def describe_machine() -> str:
+    device = _device(None)
+    name = (
+        torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    )
+    lines = [f"attractor {__version__}, torch {torch.__version__}, {name}"]
+    for backend in ops.BACKENDS:
+        reason = ops.why_not(backend, device, torch.float32)
+        lines.append(f"  {backend:10s} " + (f"no: {reason}" if reason else "yes"))
+    return "\n".join([*lines, f"  auto is {ops.choose_backend(device, torch.float32)}"])
 
 
 def model_card(folder: Path) -> str:
@@ -300,6 +386,12 @@ def _commands() -> Any:
         | Annotated[
             Annotated[ExperimentList, verb("list")] | Annotated[Table1, verb("table1")],
             verb("experiment", description="Reproduce a table or a figure."),
+        ]
+        | Annotated[
+            Annotated[BenchLayer, verb("layer")]
+            | Annotated[BenchTrain, verb("train")]
+            | Annotated[BenchDecode, verb("decode")],
+            verb("bench", description="Measure speed and memory, always beside the dense FFN."),
         ]
     )
 

@@ -225,7 +225,7 @@ class APN(nn.Module):
         token_entropy = -(output.weights * output.weights.masked_fill(output.weights == 0, 1).log()).sum(-1)
         routed = (output.indices[:, 0] >= 0).sum().clamp(min=1)
         stats = RoutingStats(
-            indices=output.indices.reshape(*leading, self.config.top_k),
+            indices=output.indices.long().reshape(*leading, self.config.top_k),
             weights=output.weights.reshape(*leading, self.config.top_k),
             confidence=output.confidence.reshape(leading),
             balance=ops.balance_loss(tokens, self.prototypes, **router),

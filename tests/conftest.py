@@ -1,7 +1,11 @@
+import os
+
 import hypothesis
 import pytest
 import torch
 
+if not torch.cuda.is_available():  # then Triton kernels run in Triton's interpreter, if Triton is there
+    os.environ["TRITON_INTERPRET"] = "1"
 torch.set_num_threads(1)  # the tensors of the tests are small: a second thread mostly waits
 # The same examples every time, and no verdict that depends on how busy the machine is.
 hypothesis.settings.register_profile(

@@ -92,7 +92,9 @@ def test_small_verbs(capsys):
     assert run("data", "list") == 0
     assert "paper-shift" in capsys.readouterr().out
     assert run("info", "--backends") == 0
-    assert "reference, grouped" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "grouped    yes" in shown
+    assert "triton     " in shown
     assert run("experiment", "list") == 0
     with pytest.raises(SystemExit) as stop:
         run("--help")

@@ -4,10 +4,8 @@ import copy
 
 import pytest
 import torch
-from test_layer import build
+from test_layer import EXACT_BACKENDS, build
 from torch.utils._python_dispatch import TorchDispatchMode
-
-from attractor import ops
 
 
 class OperatorNames(TorchDispatchMode):
@@ -81,7 +79,7 @@ def test_function_transforms():
         torch.func.jvp(layer, (x,), (direction,))
 
 
-@pytest.mark.parametrize("backend", ops.BACKENDS)
+@pytest.mark.parametrize("backend", EXACT_BACKENDS)
 def test_second_derivatives(backend):
     layer = build(
         dim=4, num_patches=3, top_k=2, rank=2, temperature=0.5, dtype=torch.float64, backend=backend

@@ -10,7 +10,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from attractor import APN, analysis, monitor, ops
+from attractor import APN, analysis, monitor
 
 TOLERANCE = 1e-10
 SMALL = {"dim": 6, "num_patches": 9, "rank": 3}
@@ -101,7 +101,7 @@ def test_forward_and_statistics(arguments, data, seed):
     }
     lead = data.draw(st.sampled_from([(), (1,), (7,), (2, 3), (2, 1, 3)]))
     size = data.draw(st.sampled_from([1e-3, 1.0, 30.0]))
-    backend = data.draw(st.sampled_from(sorted(ops.BACKENDS)))
+    backend = data.draw(st.sampled_from(["grouped", "reference"]))
     layer, parameters = build(arguments, rng, top_k=k, backend=backend, **run)
     x = size * rng.standard_normal((*lead, arguments["dim"]))
     expected = transcribe(x.reshape(-1, arguments["dim"]), parameters, k=k, **run)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from attractor.config import check_choice
-from attractor.ops import grouped, reference
+from attractor.ops import fused, grouped, reference
 from attractor.ops.reference import APNOutput, balance_loss, finite_rows, routing_precision, scores
 
 __all__ = [
@@ -21,7 +21,11 @@ __all__ = [
     "scores",
 ]
 
-BACKENDS: dict[str, Callable[..., APNOutput]] = {"reference": reference.apn, "grouped": grouped.apn}
+BACKENDS: dict[str, Callable[..., APNOutput]] = {
+    "reference": reference.apn,
+    "grouped": grouped.apn,
+    "triton": fused.apn,
+}
 
 
 def check_backend(backend: str) -> None:
@@ -34,12 +38,27 @@ def apn(z_nd: Tensor, *tensors: Tensor | None, backend: str = "auto", **options:
     The reference alone knows every derivative: it is what torch.func transforms get.
     """
     check_backend(backend)
-    on_cpu = z_nd.device.type == "cpu"
     if backend == "auto":
-        backend = "grouped" if on_cpu and not _in_function_transform() else "reference"
-    if backend == "grouped" and not on_cpu:
-        raise ValueError(f"backend='grouped' runs on the CPU; the input is on {z_nd.device}")
+        backend = choose_backend(z_nd.device, z_nd.dtype)
+    elif reason := why_not(backend, z_nd.device, z_nd.dtype):
+        raise ValueError(f"backend={backend!r} cannot run: {reason}")
     return BACKENDS[backend](z_nd, *tensors, **options)
+
+
+def choose_backend(device: torch.device, dtype: torch.dtype) -> str:
+    if device.type == "cpu":
+        return "reference" if _in_function_transform() else "grouped"
+    can_fuse = why_not("triton", device, dtype) is None and not _in_function_transform()
+    return "triton" if can_fuse else "reference"
+
+
+def why_not(backend: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """The reason why a backend cannot run tensors like these; None if it can."""
+    if backend == "triton":
+        return fused.why_not(device.type, dtype)
+    if backend == "grouped" and device.type != "cpu":
+        return f"it is for the CPU, and the input is on {device}"
+    return None
 
 
 def _in_function_transform() -> bool:

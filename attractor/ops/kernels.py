@@ -1,0 +1,625 @@
+"""Triton kernels of the fused backend; fused.py launches them. The only file that imports triton.
+
+A pair is a (token, slot); pair number = token * k + slot. The pairs are grouped by patch with a counting sort
+(deterministic, no host sync), cut into tiles of pairs of one patch, and each tile is one matrix product. No
+kernel adds floats with atomics, so the same inputs give the same bits.
+
+Shape suffixes as in reference.py; p pairs in the order of their patches, t tiles. Sizes that end in _P are
+padded to a power of two. GATE: 0 codes are given, 1 scalar gate, 2 vector gate.
+"""
+
+import triton
+import triton.language as tl
+
+CHUNK = tl.constexpr(64)
+"""Pairs that one program of the counting sort places."""
+SEGMENT = tl.constexpr(512)
+"""Pairs of one patch that one program adds up for the patch's gradients."""
+
+# A plan is one tensor of whole numbers. For each patch: how many pairs it has, and where its pairs, tiles,
+# segments and parts start; then the number of tiles and of segments, and whose each segment and each tile is.
+TOTALS, PAIRS, TILES, SEGMENTS, PARTS, COUNTS = (tl.constexpr(number) for number in range(6))
+
+
+@triton.jit
+def dot(a, b, c, PRECISION: tl.constexpr):
+    return tl.dot(a, b, c, input_precision=PRECISION)
+
+
+@triton.jit
+def split_dot(a, b, c):
+    """float32 operands on bfloat16 matrix units: a = a1 + a2 and b = b1 + b2, without the product a2 b2."""
+    a1, b1 = a.to(tl.bfloat16), b.to(tl.bfloat16)
+    a2, b2 = (a - a1.to(tl.float32)).to(tl.bfloat16), (b - b1.to(tl.float32)).to(tl.bfloat16)
+    c = tl.dot(a2, b1, c)
+    c = tl.dot(a1, b2, c)
+    return tl.dot(a1, b1, c)
+
+
+@triton.jit
+def inverse_length(squared):
+    """1 / |x|, and 0 for the zero vector: Norm(0) = 0."""
+    return tl.where(squared > 0, tl.rsqrt(tl.where(squared > 0, squared, 1.0)), 0.0)
+
+
+@triton.jit
+def scores(z_tile, P_tile, acc, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
+    if SPLIT:
+        return split_dot(z_tile.to(tl.float32), P_tile.to(tl.float32), acc)
+    return dot(z_tile, P_tile, acc, PRECISION)
+
+
+@triton.jit
+def keep_best(acc, best, best_patch, first, k: tl.constexpr, k_P: tl.constexpr, BK: tl.constexpr):
+    """Take the k best of the scores (BN, BK) of patches from `first` into the best so far."""
+    slots = tl.arange(0, k_P)
+    for _ in tl.static_range(k):
+        top, place = tl.max(acc, 1, return_indices=True, return_indices_tie_break_left=True)
+        worst = tl.min(best, 1)
+        # of equal ones the highest patch gives way; a new patch is higher than all before it
+        gives_way = tl.max(tl.where(best == worst[:, None], best_patch, -1), 1)
+        replaced = (best_patch == gives_way[:, None]) & (top > worst)[:, None] & (slots < k)[None, :]
+        best = tl.where(replaced, top[:, None], best)
+        best_patch = tl.where(replaced, (first + place)[:, None], best_patch)
+        acc = tl.where(tl.arange(0, BK)[None, :] == place[:, None], float("-inf"), acc)
+    return best, best_patch
+
+
+@triton.jit
+def best_first(best, best_patch, k: tl.constexpr, k_P: tl.constexpr):
+    """In the order of their scores, and of their numbers where scores are equal."""
+    slots = tl.arange(0, k_P)
+    best = tl.where((slots < k)[None, :], best, float("-inf"))
+    ordered = tl.full(best.shape, float("-inf"), tl.float32)
+    ordered_patch = tl.zeros(best.shape, tl.int32)
+    for slot in tl.static_range(k):
+        top = tl.max(best, 1)
+        patch = tl.min(tl.where((best == top[:, None]) & (slots < k)[None, :], best_patch, 2147483647), 1)
+        ordered = tl.where((slots == slot)[None, :], top[:, None], ordered)
+        ordered_patch = tl.where((slots == slot)[None, :], patch[:, None], ordered_patch)
+        taken = best_patch == patch[:, None]
+        best = tl.where(taken, float("-inf"), best)
+        best_patch = tl.where(taken, 2147483647, best_patch)
+    return ordered, ordered_patch
+
+
+@triton.jit
+def softmax(x):
+    x = tl.exp(x - tl.max(x, 1)[:, None])
+    return x / tl.sum(x, 1)[:, None]
+
+
+@triton.jit
+def route(
+    z, P, V, keep, idx, w, s, u, inverse_z, inverse_p, confidence, histogram, n, inverse_tau,
+    D: tl.constexpr, K: tl.constexpr, R: tl.constexpr, k: tl.constexpr, k_P: tl.constexpr, R_P: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, COSINE: tl.constexpr, SPLIT: tl.constexpr,
+    HAS_KEEP: tl.constexpr, COUNT: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Eqs. (1) to (4) for BN tokens: code u, scores against BK patches at a time, running top k, softmax."""
+    rows = tl.program_id(0) * BN + tl.arange(0, BN)
+    is_row = rows < n
+    slots = tl.arange(0, k_P)
+    code = tl.arange(0, R_P)
+    z_rows = z + rows[:, None].to(tl.int64) * D
+
+    # one pass over the tokens: code, length and the scores of the first patches
+    squared = tl.zeros((BN,), tl.float32)
+    u_acc = tl.zeros((BN, R_P), tl.float32)
+    patches = tl.arange(0, BK)
+    acc = tl.zeros((BN, BK), tl.float32)
+    squared_p = tl.zeros((BK,), tl.float32)
+    for start in range(0, D, BD):
+        cols = start + tl.arange(0, BD)
+        z_tile = tl.load(z_rows + cols, mask=is_row[:, None] & (cols < D)[None, :], other=0.0)
+        is_col = cols < D
+        V_tile = tl.load(V + cols[:, None] * R + code, mask=is_col[:, None] & (code < R)[None, :], other=0.0)
+        is_P = (patches < K)[None, :] & is_col[:, None]
+        P_tile = tl.load(P + patches[None, :] * D + cols[:, None], mask=is_P, other=0.0)
+        squared += tl.sum(z_tile.to(tl.float32) * z_tile.to(tl.float32), 1)
+        squared_p += tl.sum(P_tile.to(tl.float32) * P_tile.to(tl.float32), 0)
+        u_acc = dot(z_tile.to(DTYPE), V_tile.to(DTYPE), u_acc, PRECISION)
+        acc = scores(z_tile, P_tile, acc, SPLIT, PRECISION)
+    finite = squared < float("inf")  # False for NaN too
+    length = inverse_length(squared)
+    tl.store(inverse_z + rows, length, mask=is_row)
+    u_acc = tl.where(finite[:, None], u_acc, 0.0)
+    tl.store(u + rows[:, None].to(tl.int64) * R + code, u_acc, mask=is_row[:, None] & (code < R)[None, :])
+    factor = length * inverse_tau if COSINE else tl.zeros((BN,), tl.float32) + inverse_tau
+
+    # the best so far, in no order; a slot that is not there can never be the worst
+    best = tl.zeros((BN, k_P), tl.float32) + tl.where(slots < k, float("-inf"), float("inf"))
+    best_patch = tl.zeros((BN, k_P), tl.int32) + (K + slots)
+    for first in range(0, K, BK):
+        patches = first + tl.arange(0, BK)
+        if first > 0:
+            acc = tl.zeros((BN, BK), tl.float32)
+            squared_p = tl.zeros((BK,), tl.float32)
+            for start in range(0, D, BD):
+                cols = start + tl.arange(0, BD)
+                z_tile = tl.load(z_rows + cols, mask=is_row[:, None] & (cols < D)[None, :], other=0.0)
+                P_tile = tl.load(
+                    P + patches[None, :].to(tl.int64) * D + cols[:, None],
+                    mask=(patches < K)[None, :] & (cols < D)[:, None], other=0.0,
+                )  # fmt: skip
+                squared_p += tl.sum(P_tile.to(tl.float32) * P_tile.to(tl.float32), 0)
+                acc = scores(z_tile, P_tile, acc, SPLIT, PRECISION)
+        length_p = inverse_length(squared_p)
+        if tl.program_id(0) == 0:
+            tl.store(inverse_p + patches, length_p, mask=patches < K)
+        acc = tl.where(finite[:, None], acc * length_p[None, :] * factor[:, None], 0.0)
+        acc = tl.where((patches < K)[None, :], acc, float("-inf"))
+        best, best_patch = keep_best(acc, best, best_patch, first, k, k_P, BK)
+
+    pairs = rows[:, None].to(tl.int64) * k + slots
+    is_pair = is_row[:, None] & (slots < k)[None, :]
+    ordered, ordered_patch = best_first(best, best_patch, k, k_P)
+    tl.store(confidence + rows, tl.where(finite, tl.max(ordered, 1), float("nan")), mask=is_row)
+    kept = ordered
+    if HAS_KEEP:
+        kept = tl.where(tl.load(keep + pairs, mask=is_pair, other=1) != 0, ordered, float("-inf"))
+    weight = softmax(kept)
+    tl.store(w + pairs, tl.where(finite[:, None], weight, 0.0), mask=is_pair)
+    tl.store(s + pairs, ordered, mask=is_pair)
+    tl.store(idx + pairs, tl.where(finite[:, None], ordered_patch, -1), mask=is_pair)
+    if COUNT:
+        chunk = pairs // CHUNK
+        # whole numbers: their sum does not depend on the order of the atomics
+        tl.atomic_add(histogram + chunk * K + ordered_patch, 1, mask=is_pair & finite[:, None], sem="relaxed")
+
+
+@triton.jit
+def count(idx, histogram, num_pairs, K: tl.constexpr):
+    """The histogram of each chunk, for indices that did not come from `route`."""
+    pairs = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    patch = tl.load(idx + pairs, mask=pairs < num_pairs, other=-1)
+    tl.atomic_add(histogram + tl.program_id(0).to(tl.int64) * K + patch, 1, mask=patch >= 0, sem="relaxed")
+
+
+@triton.jit
+def scan_chunks(histogram, plan, num_chunks, K: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr):
+    """Per patch: how many pairs the chunks before have (in place), and how many there are in all."""
+    patches = tl.program_id(0) * BK + tl.arange(0, BK)
+    carry = tl.zeros((BK,), tl.int32)
+    for first in range(0, num_chunks, BC):
+        chunks = first + tl.arange(0, BC)
+        place = histogram + chunks[:, None].to(tl.int64) * K + patches
+        here = (chunks < num_chunks)[:, None] & (patches < K)[None, :]
+        counts = tl.load(place, mask=here, other=0)
+        tl.store(place, tl.cumsum(counts, 0) - counts + carry[None, :], mask=here)
+        carry += tl.sum(counts, 0)
+    tl.store(plan + TOTALS * K + patches, carry, mask=patches < K)
+
+
+@triton.jit
+def make_plan(plan, most_segments, K: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr):
+    """Where each patch's pairs, tiles (BM pairs), segments and parts start, and whose they are."""
+    segment_patch = plan + COUNTS * K + 2
+    tile_patch = segment_patch + most_segments
+    pairs = tl.zeros((), tl.int32)
+    tiles = tl.zeros((), tl.int32)
+    segments = tl.zeros((), tl.int32)
+    parts = tl.zeros((), tl.int32)
+    for first in range(0, K, BK):
+        patches = first + tl.arange(0, BK)
+        total = tl.load(plan + TOTALS * K + patches, mask=patches < K, other=0)
+        tl.store(plan + PAIRS * K + patches, tl.cumsum(total, 0) - total + pairs, mask=patches < K)
+        pairs += tl.sum(total, 0)
+        own = tl.cdiv(total, BM)
+        begin = tl.cumsum(own, 0) - own + tiles
+        tl.store(plan + TILES * K + patches, begin, mask=patches < K)
+        for number in range(tl.max(own, 0)):
+            tl.store(tile_patch + begin + number, patches, mask=number < own)
+        tiles += tl.sum(own, 0)
+        own = tl.cdiv(total, SEGMENT)
+        begin = tl.cumsum(own, 0) - own + segments
+        tl.store(plan + SEGMENTS * K + patches, begin, mask=patches < K)
+        for number in range(tl.max(own, 0)):
+            tl.store(segment_patch + begin + number, patches, mask=number < own)
+        segments += tl.sum(own, 0)
+        own = tl.where(own > 1, own, 0)  # a patch with one segment needs no parts
+        tl.store(plan + PARTS * K + patches, tl.cumsum(own, 0) - own + parts, mask=patches < K)
+        parts += tl.sum(own, 0)
+    tl.store(plan + COUNTS * K, tiles)
+    tl.store(plan + COUNTS * K + 1, segments)
+
+
+@triton.jit
+def place(idx, histogram, plan, order, num_pairs, K: tl.constexpr):
+    """order[rank] = pair: the last step of the counting sort, stable."""
+    own = tl.arange(0, CHUNK)
+    first = tl.program_id(0).to(tl.int64) * CHUNK
+    patch = tl.load(idx + first + own, mask=first + own < num_pairs, other=-1)
+    before = (patch[None, :] == patch[:, None]) & (own[None, :] < own[:, None])
+    rank = tl.sum(before.to(tl.int32), 1)
+    is_pair = patch >= 0
+    rank += tl.load(plan + PAIRS * K + patch, mask=is_pair, other=0)
+    rank += tl.load(histogram + tl.program_id(0).to(tl.int64) * K + patch, mask=is_pair, other=0)
+    tl.store(order + rank, (first + own).to(tl.int32), mask=is_pair)
+
+
+@triton.jit
+def tile_of(plan, order, most_segments, K: tl.constexpr, BM: tl.constexpr):
+    """The patch of this program's tile, where its pairs are in `order`, the pairs, and which are there."""
+    tile = tl.program_id(0)
+    patch = tl.load(plan + COUNTS * K + 2 + most_segments + tile).to(tl.int64)
+    ranks = (tile - tl.load(plan + TILES * K + patch)) * BM + tl.arange(0, BM)
+    is_pair = ranks < tl.load(plan + TOTALS * K + patch)
+    places = tl.load(plan + PAIRS * K + patch) + ranks
+    return patch, places, tl.load(order + places, mask=is_pair, other=0).to(tl.int64), is_pair
+
+
+@triton.jit
+def gate(u_tile, a, b, patch, code, R: tl.constexpr, GATE: tl.constexpr):
+    """The sigmoid of eq. (5) or (7); `code` numbers the channels along their axis of the tile."""
+    if GATE == 2:
+        slope = tl.load(a + patch * R + code, mask=code < R, other=0.0).to(tl.float32)
+        bias = tl.load(b + patch * R + code, mask=code < R, other=0.0).to(tl.float32)
+        return tl.sigmoid(slope * u_tile + bias)
+    return tl.sigmoid(tl.load(b + patch).to(tl.float32) + u_tile * 0.0)
+
+
+@triton.jit
+def decode(
+    u, w, a, b, U, order, plan, y, most_segments, D: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+    R_P: tl.constexpr, k: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, GATE: tl.constexpr,
+    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """y[pair] = w phi U, eqs. (5) and (6), for one tile."""
+    if tl.program_id(0) < tl.load(plan + COUNTS * K):
+        patch, _, pair, is_pair = tile_of(plan, order, most_segments, K, BM)
+        code = tl.arange(0, R_P)
+        here = is_pair[:, None] & (code < R)[None, :]
+        if GATE > 0:
+            u_tile = tl.load(u + (pair // k)[:, None] * R + code, mask=here, other=0.0)
+            weight = tl.load(w + pair, mask=is_pair, other=0.0)
+            codes = weight[:, None] * u_tile * gate(u_tile, a, b, patch, code[None, :], R, GATE)
+        else:
+            codes = tl.load(u + pair[:, None] * R + code, mask=here, other=0.0)
+        codes = codes.to(DTYPE)
+        for start in range(0, D, BD):
+            cols = start + tl.arange(0, BD)
+            U_tile = tl.load(
+                U + patch * (R * D) + code[:, None] * D + cols,
+                mask=(code < R)[:, None] & (cols < D)[None, :], other=0.0,
+            )  # fmt: skip
+            out = dot(codes, U_tile.to(DTYPE), tl.zeros((BM, BD), tl.float32), PRECISION)
+            tl.store(
+                y + pair[:, None] * D + cols, out.to(y.dtype.element_ty),
+                mask=is_pair[:, None] & (cols < D)[None, :],
+            )  # fmt: skip
+
+
+@triton.jit
+def combine(y, idx, update, n, scale, D: tl.constexpr, k: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
+    """update = scale * sum over the slots of y; NaN in rows that were not routed."""
+    rows = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    cols = tl.program_id(1) * BD + tl.arange(0, BD)
+    here = (rows < n)[:, None] & (cols < D)[None, :]
+    routed = tl.load(idx + rows * k, mask=rows < n, other=0) >= 0
+    acc = tl.zeros((BN, BD), tl.float32)
+    for slot in tl.static_range(k):
+        acc += tl.load(y + (rows * k + slot)[:, None] * D + cols, mask=here & routed[:, None], other=0.0).to(
+            tl.float32
+        )
+    acc = tl.where(routed[:, None], acc * scale, float("nan"))
+    tl.store(update + rows[:, None] * D + cols, acc.to(update.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def few_scores(
+    z, P, V, scores, u, inverse_tau, D: tl.constexpr, K: tl.constexpr, R: tl.constexpr, D_P: tl.constexpr,
+    BK: tl.constexpr, COSINE: tl.constexpr,
+):  # fmt: skip
+    """Scores (NaN if the token is not finite) of one token with BK patches, or BK channels of its code."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, D_P)
+    z_row = tl.load(z + row * D + cols, mask=cols < D, other=0.0).to(tl.float32)
+    number = tl.program_id(1) * BK + tl.arange(0, BK)
+    if tl.program_id(1) * BK < K:
+        is_P = (number < K)[:, None] & (cols < D)[None, :]
+        P_rows = tl.load(P + number[:, None].to(tl.int64) * D + cols, mask=is_P, other=0.0).to(tl.float32)
+        out = tl.sum(P_rows * z_row[None, :], 1) * inverse_length(tl.sum(P_rows * P_rows, 1)) * inverse_tau
+        squared = tl.sum(z_row * z_row, 0)
+        if COSINE:
+            out *= inverse_length(squared)
+        out = tl.where(squared < float("inf"), out, float("nan"))
+        tl.store(scores + row * K + number, out, mask=number < K)
+    else:
+        code = number - tl.cdiv(K, BK) * BK
+        is_V = (cols < D)[:, None] & (code < R)[None, :]
+        V_cols = tl.load(V + cols[:, None] * R + code, mask=is_V, other=0.0).to(tl.float32)
+        tl.store(u + row * R + code, tl.sum(z_row[:, None] * V_cols, 0), mask=code < R)
+
+
+@triton.jit
+def few_tokens(
+    scores, u, a, b, U, idx, w, confidence, update, scale, D: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+    R_P: tl.constexpr, K_P: tl.constexpr, k: tl.constexpr, k_P: tl.constexpr, BD: tl.constexpr,
+    GATE: tl.constexpr,
+):  # fmt: skip
+    """BD channels of one token's update, straight from the decoders it chooses: for writing text.
+
+    With GATE the patches are chosen here, from `scores`; without, codes and patches are given as u and idx.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BD + tl.arange(0, BD)
+    code = tl.arange(0, R_P)
+    slots = tl.arange(0, k_P)
+    acc = tl.zeros((R_P, BD), tl.float32)
+    if GATE > 0:
+        patches = tl.arange(0, K_P)
+        score = tl.load(scores + row * K + patches, mask=patches < K, other=float("-inf"))[None, :]
+        finite = tl.sum((score != score).to(tl.int32)) == 0
+        best = tl.zeros((1, k_P), tl.float32) + tl.where(slots < k, float("-inf"), float("inf"))
+        best_patch = tl.zeros((1, k_P), tl.int32) + (K + slots)
+        best, best_patch = keep_best(tl.where(finite, score, 0.0), best, best_patch, 0, k, k_P, K_P)
+        ordered, ordered_patch = best_first(best, best_patch, k, k_P)
+        weight = softmax(ordered)
+        if tl.program_id(1) == 0:
+            pairs = row * k + slots[None, :]
+            tl.store(idx + pairs, tl.where(finite, ordered_patch, -1), mask=(slots < k)[None, :])
+            tl.store(w + pairs, tl.where(finite, weight, 0.0), mask=(slots < k)[None, :])
+            tl.store(confidence + row, tl.where(finite, tl.max(ordered), float("nan")))
+        u_row = tl.load(u + row * R + code, mask=code < R, other=0.0)
+    else:
+        finite = tl.load(idx + row * k) >= 0
+    for slot in tl.static_range(k):
+        if GATE > 0:
+            patch = tl.sum(tl.where((slots == slot)[None, :], ordered_patch, 0)).to(tl.int64)
+            amount = tl.sum(tl.where((slots == slot)[None, :], weight, 0.0))
+            codes = amount * u_row * gate(u_row, a, b, patch, code, R, GATE)
+        else:
+            patch = tl.maximum(tl.load(idx + row * k + slot), 0).to(tl.int64)
+            codes = tl.load(u + (row * k + slot) * R + code, mask=code < R, other=0.0).to(tl.float32)
+        U_tile = tl.load(
+            U + patch * (R * D) + code[:, None] * D + cols, mask=(code < R)[:, None] & (cols < D)[None, :],
+            other=0.0,
+        )  # fmt: skip
+        acc += codes[:, None] * U_tile.to(tl.float32)
+    out = tl.where(finite, tl.sum(acc, 0) * scale, float("nan"))
+    tl.store(update + row * D + cols, out.to(update.dtype.element_ty), mask=cols < D)
+
+
+@triton.jit
+def decode_backward(
+    grad, u, w, a, b, U, order, plan, codes, grad_u, grad_w, grad_a, grad_b, most_segments, scale,
+    D: tl.constexpr, K: tl.constexpr, R: tl.constexpr, R_P: tl.constexpr, k: tl.constexpr, BM: tl.constexpr,
+    BD: tl.constexpr, GATE: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """For one tile: gradients of the pairs' codes, weights and of the tile's part of the gates."""
+    if tl.program_id(0) < tl.load(plan + COUNTS * K):
+        patch, places, pair, is_pair = tile_of(plan, order, most_segments, K, BM)
+        code = tl.arange(0, R_P)
+        here = is_pair[:, None] & (code < R)[None, :]
+        acc = tl.zeros((BM, R_P), tl.float32)
+        for start in range(0, D, BD):
+            cols = start + tl.arange(0, BD)
+            g_tile = tl.load(
+                grad + (pair // k)[:, None] * D + cols, mask=is_pair[:, None] & (cols < D)[None, :], other=0.0
+            )
+            U_tile = tl.load(  # transposed by its pointers
+                U + patch * (R * D) + code[None, :] * D + cols[:, None],
+                mask=(code < R)[None, :] & (cols < D)[:, None], other=0.0,
+            )  # fmt: skip
+            acc = dot(g_tile.to(DTYPE), U_tile.to(DTYPE), acc, PRECISION)
+        acc *= scale
+        if GATE > 0:
+            u_tile = tl.load(u + (pair // k)[:, None] * R + code, mask=here, other=0.0)
+            weight = tl.load(w + pair, mask=is_pair, other=0.0)
+            open_ = gate(u_tile, a, b, patch, code[None, :], R, GATE)
+            phi = u_tile * open_
+            tl.store(grad_w + pair, tl.sum(acc * phi, 1), mask=is_pair)
+            wphi = (weight[:, None] * phi).to(codes.dtype.element_ty)  # for bank_backward, in its order
+            tl.store(codes + places[:, None].to(tl.int64) * R + code, wphi, mask=here)
+            acc *= weight[:, None]  # d phi
+            inner = acc * phi * (1 - open_)  # d (a u + b)
+            acc *= open_
+            if GATE == 2:
+                acc += inner * tl.load(a + patch * R + code, mask=code < R, other=0.0).to(tl.float32)[None, :]
+                part = tl.program_id(0).to(tl.int64) * R + code
+                tl.store(grad_a + part, tl.sum(inner * u_tile, 0), mask=code < R)
+                tl.store(grad_b + part, tl.sum(inner, 0), mask=code < R)
+            else:
+                tl.store(grad_b + tl.program_id(0), tl.sum(tl.sum(inner, 1), 0))
+        tl.store(grad_u + pair[:, None] * R + code, acc.to(grad_u.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def token_backward(
+    z, P, V, idx, w, s, inverse_z, inverse_p, grad_u_pairs, grad_w, extra_w, extra_confidence,
+    grad_u, grad_s, coefficient, grad_z, n, inverse_tau,
+    D: tl.constexpr, R: tl.constexpr, R_P: tl.constexpr, k: tl.constexpr, k_P: tl.constexpr,
+    BN: tl.constexpr, BD: tl.constexpr, COSINE: tl.constexpr, HAS_W: tl.constexpr,
+    HAS_CONFIDENCE: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """For BN tokens: through the softmax to the scores, and from codes and scores to the tokens."""
+    rows = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    slots = tl.arange(0, k_P)
+    code = tl.arange(0, R_P)
+    routed = tl.load(idx + rows * k, mask=rows < n, other=-1) >= 0
+    pairs = rows[:, None] * k + slots
+    is_pair = routed[:, None] & (slots < k)[None, :]
+
+    weight = tl.load(w + pairs, mask=is_pair, other=0.0)
+    dw = tl.load(grad_w + pairs, mask=is_pair, other=0.0)
+    if HAS_W:
+        dw += tl.load(extra_w + pairs, mask=is_pair, other=0.0).to(tl.float32)
+    ds = weight * (dw - tl.sum(weight * dw, 1)[:, None])
+    if HAS_CONFIDENCE:
+        extra = tl.load(extra_confidence + rows, mask=routed, other=0.0).to(tl.float32)
+        ds += tl.where((slots == 0)[None, :], extra[:, None], 0.0)
+    length = tl.load(inverse_z + rows, mask=routed, other=0.0)
+    factor = length * inverse_tau if COSINE else tl.zeros((BN,), tl.float32) + inverse_tau
+    tl.store(grad_s + pairs, ds, mask=is_pair)
+    tl.store(coefficient + pairs, ds * factor[:, None], mask=is_pair)
+    radial = tl.sum(ds * tl.load(s + pairs, mask=is_pair, other=0.0), 1) * length * length
+
+    du = tl.zeros((BN, R_P), tl.float32)
+    here = routed[:, None] & (code < R)[None, :]
+    for slot in tl.static_range(k):
+        part = tl.load(grad_u_pairs + (rows * k + slot)[:, None] * R + code, mask=here, other=0.0)
+        du += part.to(tl.float32)
+    is_row = (rows < n)[:, None]
+    in_code = is_row & (code < R)[None, :]
+    tl.store(grad_u + rows[:, None] * R + code, du.to(grad_u.dtype.element_ty), mask=in_code)
+
+    for start in range(0, D, BD):
+        cols = start + tl.arange(0, BD)
+        V_tile = tl.load(  # transposed by its pointers
+            V + cols[None, :] * R + code[:, None], mask=(cols < D)[None, :] & (code < R)[:, None], other=0.0
+        )
+        dz = dot(du.to(DTYPE), V_tile.to(DTYPE), tl.zeros((BN, BD), tl.float32), PRECISION)
+        inside = routed[:, None] & (cols < D)[None, :]
+        for slot in tl.static_range(k):
+            patch = tl.load(idx + rows * k + slot, mask=routed, other=0).to(tl.int64)
+            amount = tl.sum(tl.where((slots == slot)[None, :], ds, 0.0), 1) * factor
+            amount *= tl.load(inverse_p + patch, mask=routed, other=0.0)
+            P_rows = tl.load(P + patch[:, None] * D + cols, mask=inside, other=0.0)
+            dz += amount[:, None] * P_rows.to(tl.float32)
+        if COSINE:
+            z_tile = tl.load(z + rows[:, None] * D + cols, mask=inside, other=0.0)
+            dz -= radial[:, None] * z_tile.to(tl.float32)
+        dz = tl.where(routed[:, None], dz, 0.0)
+        in_row = is_row & (cols < D)[None, :]
+        tl.store(grad_z + rows[:, None] * D + cols, dz.to(grad_z.dtype.element_ty), mask=in_row)
+
+
+@triton.jit
+def bank_backward(
+    grad, z, P, codes, s, grad_s, coefficient, inverse_p, order, plan, grad_U, grad_P, part_U, part_P,
+    part_radial, scale, D: tl.constexpr, K: tl.constexpr, R: tl.constexpr, R_P: tl.constexpr,
+    k: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, GATE: tl.constexpr, DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """For one segment and BD channels: gradients of the patch's decoder and prototype.
+
+    A patch with one segment is finished here; the parts of a busier one are added by `sum_parts`.
+    """
+    segment = tl.program_id(0)
+    if segment < tl.load(plan + COUNTS * K + 1):
+        patch = tl.load(plan + COUNTS * K + 2 + segment).to(tl.int64)
+        cols = tl.program_id(1) * BD + tl.arange(0, BD)
+        code = tl.arange(0, R_P)
+        total = tl.load(plan + TOTALS * K + patch)
+        number = segment - tl.load(plan + SEGMENTS * K + patch)
+        begin = tl.load(plan + PAIRS * K + patch)
+        dU = tl.zeros((R_P, BD), tl.float32)
+        dp = tl.zeros((BD,), tl.float32)
+        radial = tl.zeros((BM,), tl.float32)
+        for start in range(number * SEGMENT, tl.minimum((number + 1) * SEGMENT, total), BM):
+            ranks = start + tl.arange(0, BM)
+            is_pair = ranks < total
+            pair = tl.load(order + begin + ranks, mask=is_pair, other=0).to(tl.int64)
+            token = pair // k
+            inside = is_pair[:, None] & (cols < D)[None, :]
+            here = (code < R)[:, None] & is_pair[None, :]
+            row = (begin + ranks).to(tl.int64) if GATE > 0 else pair
+            code_tile = tl.load(codes + row[None, :] * R + code[:, None], mask=here, other=0.0)  # (R_P, BM)
+            g_tile = tl.load(grad + token[:, None] * D + cols, mask=inside, other=0.0)
+            dU = dot(code_tile.to(DTYPE), g_tile.to(DTYPE), dU, PRECISION)
+            if GATE > 0:
+                amount = tl.load(coefficient + pair, mask=is_pair, other=0.0)
+                z_tile = tl.load(z + token[:, None] * D + cols, mask=inside, other=0.0)
+                dp += tl.sum(amount[:, None] * z_tile.to(tl.float32), 0)
+                score = tl.load(s + pair, mask=is_pair, other=0.0)
+                radial += tl.load(grad_s + pair, mask=is_pair, other=0.0) * score
+        dU *= scale
+        bank = code[:, None] * D + cols
+        in_bank = (code < R)[:, None] & (cols < D)[None, :]
+        if total <= SEGMENT:
+            tl.store(grad_U + patch * (R * D) + bank, dU.to(grad_U.dtype.element_ty), mask=in_bank)
+            if GATE > 0:
+                length = tl.load(inverse_p + patch)
+                p = tl.load(P + patch * D + cols, mask=cols < D, other=0.0).to(tl.float32) * length
+                dp = length * (dp - p * tl.sum(radial, 0))
+                tl.store(grad_P + patch * D + cols, dp.to(grad_P.dtype.element_ty), mask=cols < D)
+        else:
+            part = (tl.load(plan + PARTS * K + patch) + number).to(tl.int64)
+            tl.store(part_U + part * (R * D) + bank, dU, mask=in_bank)
+            if GATE > 0:
+                tl.store(part_P + part * D + cols, dp, mask=cols < D)
+                tl.store(part_radial + part, tl.sum(radial, 0), mask=tl.program_id(1) == 0)
+
+
+@triton.jit
+def sum_parts(
+    P, inverse_p, plan, part_U, part_P, part_radial, part_a, part_b, grad_U, grad_P, grad_a, grad_b,
+    D: tl.constexpr, K: tl.constexpr, R: tl.constexpr, R_P: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+    BT: tl.constexpr, GATE: tl.constexpr,
+):  # fmt: skip
+    """Add the parts of one patch: its gates from its tiles, the rest from its segments; zeros if unused."""
+    patch = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BD + tl.arange(0, BD)
+    code = tl.arange(0, R_P)
+    total = tl.load(plan + TOTALS * K + patch)
+    if GATE > 0 and tl.program_id(1) == 0:
+        begin, tiles = tl.load(plan + TILES * K + patch).to(tl.int64), tl.cdiv(total, BM)
+        if GATE == 2:
+            da = tl.zeros((BT, R_P), tl.float32)
+            db = tl.zeros((BT, R_P), tl.float32)
+            for first in range(0, tiles, BT):
+                tile = first + tl.arange(0, BT)
+                part = (begin + tile)[:, None] * R + code
+                here = (tile < tiles)[:, None] & (code < R)[None, :]
+                da += tl.load(part_a + part, mask=here, other=0.0)
+                db += tl.load(part_b + part, mask=here, other=0.0)
+            tl.store(grad_a + patch * R + code, tl.sum(da, 0).to(grad_a.dtype.element_ty), mask=code < R)
+            tl.store(grad_b + patch * R + code, tl.sum(db, 0).to(grad_b.dtype.element_ty), mask=code < R)
+        else:
+            db = tl.zeros((BT,), tl.float32)
+            for first in range(0, tiles, BT):
+                tile = first + tl.arange(0, BT)
+                db += tl.load(part_b + begin + tile, mask=tile < tiles, other=0.0)
+            tl.store(grad_b + patch, tl.sum(db, 0).to(grad_b.dtype.element_ty))
+    if total == 0 or total > SEGMENT:
+        bank = code[:, None] * D + cols
+        in_bank = (code < R)[:, None] & (cols < D)[None, :]
+        begin = tl.load(plan + PARTS * K + patch).to(tl.int64)
+        dU = tl.zeros((R_P, BD), tl.float32)
+        dp = tl.zeros((BD,), tl.float32)
+        radial = tl.zeros((), tl.float32)
+        for part in range(tl.cdiv(total, SEGMENT)):
+            dU += tl.load(part_U + (begin + part) * (R * D) + bank, mask=in_bank, other=0.0)
+            if GATE > 0:
+                dp += tl.load(part_P + (begin + part) * D + cols, mask=cols < D, other=0.0)
+                radial += tl.load(part_radial + begin + part)
+        tl.store(grad_U + patch * (R * D) + bank, dU.to(grad_U.dtype.element_ty), mask=in_bank)
+        if GATE > 0:
+            length = tl.load(inverse_p + patch)
+            p = tl.load(P + patch * D + cols, mask=cols < D, other=0.0).to(tl.float32) * length
+            dp = length * (dp - p * radial)
+            tl.store(grad_P + patch * D + cols, dp.to(grad_P.dtype.element_ty), mask=cols < D)
+
+
+@triton.jit
+def encoder_backward(
+    z, idx, grad_u, parts, n, D: tl.constexpr, R: tl.constexpr, R_P: tl.constexpr, k: tl.constexpr,
+    BN: tl.constexpr, BD: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Part of z^T du over every num_programs(0)-th block of tokens; the caller adds the parts."""
+    cols = tl.program_id(1) * BD + tl.arange(0, BD)
+    code = tl.arange(0, R_P)
+    acc = tl.zeros((BD, R_P), tl.float32)
+    for first in range(tl.program_id(0) * BN, n, tl.num_programs(0) * BN):
+        rows = (first + tl.arange(0, BN)).to(tl.int64)
+        routed = tl.load(idx + rows * k, mask=rows < n, other=-1) >= 0
+        z_tile = tl.load(  # transposed by its pointers
+            z + rows[None, :] * D + cols[:, None], mask=routed[None, :] & (cols < D)[:, None], other=0.0
+        )
+        du = tl.load(grad_u + rows[:, None] * R + code, mask=routed[:, None] & (code < R)[None, :], other=0.0)
+        acc = dot(z_tile.to(DTYPE), du.to(DTYPE), acc, PRECISION)
+    tl.store(
+        parts + tl.program_id(0).to(tl.int64) * (D * R) + cols[:, None] * R + code, acc,
+        mask=(cols < D)[:, None] & (code < R)[None, :],
+    )  # fmt: skip
+
+
+@triton.jit
+def add_up(parts, out, num_parts, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of the parts, always in the same order."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for part in range(num_parts):
+        acc += tl.load(parts + part * SIZE + place, mask=place < SIZE, other=0.0)
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=place < SIZE)

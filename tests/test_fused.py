@@ -1,0 +1,270 @@
+"""The Triton kernels against the float64 reference: on a GPU in every dtype, else in Triton's interpreter."""
+
+import copy
+import math
+
+import pytest
+import torch
+from test_layer import VARIANTS, build, every_variant, needs_triton
+
+from attractor import APN, ops
+from attractor.ops import fused
+
+pytestmark = [needs_triton, pytest.mark.filterwarnings("ignore:.*Triton.*:UserWarning")]
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+# relative RMS to the float64 reference; the interpreter multiplies float32 alone
+LIMITS: dict[torch.dtype, float] = {torch.float32: 1e-5} | (
+    {torch.bfloat16: 4e-3, torch.float16: 4e-3} if ON_GPU else {}
+)
+every_dtype = pytest.mark.parametrize("dtype", LIMITS, ids=str)
+
+
+def relative_rms(got: torch.Tensor, exact: torch.Tensor) -> float:
+    scale = float(exact.detach().norm())
+    return float((got.detach().double() - exact.detach()).norm()) / (scale or 1.0)
+
+
+def assert_matches(layer: APN, x: torch.Tensor, *, seed: int = 0) -> None:
+    """Update, weights, confidence and every gradient, with random upstream gradients for all three."""
+    dtype = layer.encoder.dtype
+    exact = copy.deepcopy(layer).double()
+    exact.backend, layer.backend = "reference", "triton"
+    results = []
+    for module, tokens in ((layer, x), (exact, x.double())):
+        tokens = tokens.detach().requires_grad_()
+        torch.manual_seed(seed)  # of patch dropout
+        update, stats = module(tokens, return_stats=True)
+        outputs = (update, stats.weights, stats.confidence)
+        generator = torch.Generator().manual_seed(seed)
+        upstream = [
+            torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out) for out in outputs
+        ]
+        leaves = [tokens, *module.parameters()]
+        gradients = torch.autograd.grad(outputs, leaves, upstream)
+        results.append((stats.indices, [*outputs, *gradients]))
+    assert torch.equal(results[0][0], results[1][0])
+    names = ["update", "weights", "confidence", "input", *(name for name, _ in layer.named_parameters())]
+    for name, got, wanted in zip(names, results[0][1], results[1][1], strict=True):
+        assert got.dtype == (torch.float32 if name in ("weights", "confidence") else dtype), name
+        assert relative_rms(got, wanted) < limit_of(layer), name
+
+
+def limit_of(layer: APN) -> float:
+    """Where the reference's equations run in half precision, around our decoding, they round more often."""
+    by_equations = layer.config.decoder == "shared" or layer.config.prototypes == "contextual"
+    dtype = layer.encoder.dtype
+    return LIMITS[dtype] * (4 if by_equations and dtype != torch.float32 else 1)
+
+
+def layer_of(dtype=torch.float32, **options) -> APN:
+    return build(**({"temperature": 0.5} | options)).to(DEVICE, dtype)
+
+
+def tokens_of(layer: APN, count: int) -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randn(count, layer.dim).to(layer.encoder)
+
+
+@every_dtype
+@every_variant
+@pytest.mark.parametrize("count", [1, 37])
+def test_every_variant(variant, count, dtype):
+    layer = layer_of(dtype, **variant)
+    # one token's 12 numbers are no sample of half precision's rounding
+    assert_matches(layer, tokens_of(layer, count if dtype == torch.float32 else 500 + count))
+
+
+@every_dtype
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"dim": 17, "num_patches": 5, "top_k": 1, "rank": 3},
+        {"dim": 40, "num_patches": 300, "top_k": 3, "rank": 20},  # more patches than a program holds
+        {"dim": 129, "num_patches": 9, "top_k": 9, "rank": 33},  # every patch, and nothing a power of two
+        {"dim": 16, "num_patches": 700, "top_k": 2, "rank": 16},  # most patches unused
+    ],
+    ids=str,
+)
+def test_odd_sizes(sizes, dtype):
+    layer = layer_of(dtype, **sizes)
+    assert_matches(layer, tokens_of(layer, 75))
+
+
+@every_dtype
+@pytest.mark.parametrize("pattern", ["all to one", "zipf"])
+def test_crowded_patches(pattern, dtype):
+    """Patches with many segments next to patches with none."""
+    layer = layer_of(dtype, dim=24, num_patches=12, top_k=2, rank=8)
+    torch.manual_seed(2)
+    favourite = torch.zeros(1500, dtype=torch.long)
+    if pattern == "zipf":
+        favourite = torch.multinomial(1 / torch.arange(1.0, 13), 1500, replacement=True)
+    noise = 0.05 if pattern == "all to one" else 0.5
+    directions = layer.prototypes.detach().float().cpu()
+    directions /= directions.norm(dim=1, keepdim=True)
+    x = directions[favourite] + noise * torch.randn(1500, 24) / math.sqrt(24)
+    x = x.to(layer.encoder)
+    if pattern == "all to one":
+        layer.backend = "reference"
+        chosen = layer(x, return_stats=True)[1].indices
+        assert (chosen[:, 0] == 0).all()
+        assert 2 * fused.SEGMENT < 1500
+    assert_matches(layer, x)
+
+
+def test_equal_scores_go_to_the_lower_patch():
+    layer = layer_of(dim=16, num_patches=600, top_k=4)
+    with torch.no_grad():
+        layer.prototypes.copy_(layer.prototypes[:3].repeat(200, 1))
+    x = tokens_of(layer, 70)
+    results = []
+    for layer.backend in ("reference", "triton"):
+        results.append(layer(x, return_stats=True)[1].indices)
+        with torch.no_grad():
+            results.append(layer(x[:5], return_stats=True)[1].indices)  # the way of few tokens
+    assert torch.equal(results[0], results[2])
+    assert torch.equal(results[1], results[3])
+
+
+@every_dtype
+@every_variant
+@pytest.mark.parametrize("count", [1, 5, 64, 65])
+def test_without_gradients(variant, count, dtype):
+    layer = layer_of(dtype, **variant).eval()
+    x = tokens_of(layer, count)
+    if count > 1:
+        x[-1, 0] = torch.nan
+    exact = copy.deepcopy(layer).double()
+    exact.backend, layer.backend = "reference", "triton"
+    with torch.no_grad():
+        update, stats = layer(x, return_stats=True)
+        wanted, wanted_stats = exact(x.double(), return_stats=True)
+    assert torch.equal(stats.indices, wanted_stats.indices)
+    assert torch.equal(update.isnan(), wanted.isnan())
+    for got, right in ((update, wanted), (stats.weights, wanted_stats.weights)):
+        few_numbers = 2 if dtype != torch.float32 else 1
+        assert relative_rms(got.nan_to_num(), right.nan_to_num()) < few_numbers * limit_of(layer)
+
+
+def test_more_patches_than_one_program_can_choose_from():
+    layer = layer_of(dim=16, num_patches=fused.FEW_PATCHES + 1, top_k=2, rank=4, backend="triton")
+    x = tokens_of(layer, 3)
+    with torch.no_grad():
+        few = layer(x)
+        layer.backend = "reference"
+        torch.testing.assert_close(few, layer(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_rank_beyond_the_kernels_is_computed_otherwise():
+    layer = layer_of(dim=8, num_patches=3, top_k=2, rank=fused.MOST_RANK + 1)
+    assert_matches(layer, tokens_of(layer, 9))
+
+
+def test_operators_are_well_behaved():
+    z, P, V, a, b, U = (
+        torch.randn(s, device=DEVICE) for s in ((9, 8), (5, 8), (8, 3), (5, 3), (5, 3), (5, 3, 8))
+    )
+    options = (2, 0.5, 1.0, True, torch.float32)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(fused._fused, (z, P, V, a, b, U, None, *options, True), test_utils=checks)
+    torch.library.opcheck(fused._fused, (z, P, V, None, b[:, :1].contiguous(), U, None, *options, False),
+                          test_utils=checks)  # fmt: skip
+    _, idx, w, _, *saved = fused._fused(z, P, V, a, b, U, None, *options, True)
+    arguments = (torch.randn_like(z), None, None, z, P, V, a, b, U, idx, w, *saved, *options[1:4])
+    torch.library.opcheck(fused._fused_backward, arguments, test_utils=checks)
+    code = torch.randn(9, 2, 3, device=DEVICE)
+    torch.library.opcheck(fused._fused_decode, (code, U, idx, True), test_utils=checks)
+    _, order, numbers = fused._fused_decode(code, U, idx, True)
+    torch.library.opcheck(fused._fused_decode_backward, (z, code, U, order, numbers), test_utils=checks)
+
+
+@pytest.mark.parametrize("variant", ["paper", "shared"])
+def test_what_the_kernels_do_not_know_is_an_error(variant):
+    options = VARIANTS.get(variant, {"decoder": "shared"} if variant == "shared" else {})
+    layer = layer_of(**options, backend="triton")
+    x = tokens_of(layer, 4).requires_grad_()
+    (gradient,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+    with torch.autograd.forward_ad.dual_level(), pytest.raises((RuntimeError, NotImplementedError)):
+        layer(torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x)))
+
+
+def test_auto_takes_the_kernels_on_a_gpu():
+    cuda, cpu = torch.device("cuda"), torch.device("cpu")
+    assert ops.choose_backend(cuda, torch.bfloat16) == "triton"
+    assert ops.choose_backend(cuda, torch.float64) == "reference"
+    assert ops.choose_backend(cpu, torch.float32) == "grouped"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not ON_GPU, reason="no CUDA device")
+class TestOnGPU:
+    @every_dtype
+    def test_same_bits_twice(self, dtype):
+        layer = layer_of(dtype, dim=64, num_patches=20, top_k=4, rank=16)
+        x = tokens_of(layer, 5000).requires_grad_()
+        upstream = torch.randn_like(x)
+        leaves = [x, *layer.parameters()]
+        first, *others = (torch.autograd.grad(layer(x), leaves, upstream) for _ in range(5))
+        assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
+
+    @every_dtype
+    @pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream:UserWarning")
+    @pytest.mark.parametrize("count", [16, 3000])
+    def test_in_a_cuda_graph(self, dtype, count):
+        """Forward and backward, replayed with other tokens: nothing waits for the host or remembers sizes."""
+        layer = layer_of(dtype, dim=64, num_patches=20, top_k=4, rank=16)
+        x = tokens_of(layer, count).requires_grad_()
+        upstream = torch.randn_like(x)
+        leaves = [x, *layer.parameters()]
+
+        def run():
+            update = layer(x)
+            return update, *torch.autograd.grad(update, leaves, upstream)
+
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            run()
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = run()
+        with torch.no_grad():
+            x.copy_(layer.prototypes[torch.arange(count, device=DEVICE) % 3] + 0.1 * torch.randn_like(x))
+        graph.replay()
+        torch.cuda.synchronize()
+        for got, wanted in zip(captured, run(), strict=True):
+            assert torch.equal(got, wanted)
+
+    def test_autocast_routes_in_float32(self):
+        """The token is float32 there: rounding it to bfloat16 would send some tokens to other patches."""
+        layer = layer_of(dim=384, num_patches=256, top_k=4, rank=32, temperature=0.07)
+        x = tokens_of(layer, 4000)
+        exact = copy.deepcopy(layer).double()
+        exact.backend = "reference"
+        with torch.no_grad():
+            wanted = exact(x.double(), return_stats=True)[1].indices
+            with torch.autocast("cuda", torch.bfloat16):
+                got = layer(x, return_stats=True)[1].indices
+            rounded = layer.bfloat16()(x.bfloat16(), return_stats=True)[1].indices
+        assert (got == wanted).all(-1).float().mean() > 0.999
+        assert (rounded == wanted).all(-1).float().mean() < 0.99
+
+    def test_many_patches_need_little_memory(self):
+        layer = layer_of(torch.bfloat16, dim=64, num_patches=65536, top_k=4, rank=16)
+        x = tokens_of(layer, 4096)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        with torch.no_grad():
+            layer(x)
+        assert (
+            torch.cuda.max_memory_allocated() - before < 4096 * 65536
+        )  # a byte for each score would be more
+        layer.backend = "reference"
+        with torch.no_grad():
+            got, wanted = copy.copy(layer), layer(x[:64], return_stats=True)[1].indices
+            got.backend = "triton"
+            assert torch.equal(got(x[:64], return_stats=True)[1].indices, wanted)
