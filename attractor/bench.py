@@ -85,8 +85,9 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.router(x).softmax(-1).topk(2)
-        order = chosen.flatten().argsort(stable=True)
-        ends = torch.bincount(chosen.flatten(), minlength=len(self.up)).cumsum(0).int()
+        ordered, order = chosen.flatten().sort(stable=True)
+        experts = torch.arange(len(self.up), device=x.device)
+        ends = torch.searchsorted(ordered, experts, right=True).int()  # no bincount: it waits for the host
         hidden = F.gelu(F.grouped_mm(x[order // 2], self.up, offs=ends))
         out = F.grouped_mm(hidden, self.down, offs=ends)
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
@@ -203,7 +204,9 @@ def measure_layer(name: str, size: Size, device: torch.device, dtype: torch.dtyp
     row: dict[str, Any] = {"name": name, "parameters": sum(p.numel() for p in module.parameters())}
     if isinstance(module, APN):
         row["mismatch"] = mismatch(module, size)
-        if not row["mismatch"] <= TOLERANCE[dtype]:
+        if (
+            name != "reference" and not row["mismatch"] <= TOLERANCE[dtype]
+        ):  # in bfloat16 it rounds at each step
             return row
     x = torch.randn(size.tokens, size.dim, device=device, dtype=dtype, requires_grad=True)
     upstream = torch.randn_like(x)

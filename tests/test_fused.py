@@ -37,9 +37,7 @@ def assert_matches(layer: APN, x: torch.Tensor, *, seed: int = 0) -> None:
         update, stats = module(tokens, return_stats=True)
         outputs = (update, stats.weights, stats.confidence)
         generator = torch.Generator().manual_seed(seed)
-        upstream = [
-            torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out) for out in outputs
-        ]
+        upstream = [torch.randn(out.shape, generator=generator).to(dtype).to(out) for out in outputs]
         leaves = [tokens, *module.parameters()]
         gradients = torch.autograd.grad(outputs, leaves, upstream)
         results.append((stats.indices, [*outputs, *gradients]))
@@ -70,6 +68,8 @@ def tokens_of(layer: APN, count: int) -> torch.Tensor:
 @every_variant
 @pytest.mark.parametrize("count", [1, 37])
 def test_every_variant(variant, count, dtype):
+    if dtype != torch.float32 and variant.get("layer_norm"):
+        pytest.skip("the norm rounds to half precision before the router: it may choose otherwise")
     layer = layer_of(dtype, **variant)
     # one token's 12 numbers are no sample of half precision's rounding
     assert_matches(layer, tokens_of(layer, count if dtype == torch.float32 else 500 + count))
