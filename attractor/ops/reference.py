@@ -20,7 +20,7 @@ from attractor.ops.rows import rows
 
 class APNOutput(NamedTuple):
     update: Tensor  # (n, d) gamma * sum_i w_i Delta_i; NaN in rows whose input is not finite
-    indices: Tensor  # (n, k) the active set, best score first; -1 in rows whose input is not finite
+    indices: Tensor  # (n, k) integers: the active set, best score first; -1 in rows whose input is not finite
     weights: Tensor  # (n, k) softmax over the active set; 0 for dropped slots and rows that are not finite
     confidence: Tensor  # (n) max_i s_i; NaN in rows whose input is not finite
 
@@ -67,6 +67,11 @@ def scores(
         return x_ngm.flatten(1) @ unit(p_Kgm).flatten(1).T / (groups * temperature)
 
 
+def best_patches(s_nK: Tensor, top_k: int) -> Tensor:
+    """(2) K(h) = TopK(s, k), best first; a stable sort, because ties must go to the lower index everywhere"""
+    return s_nK.argsort(dim=-1, descending=True, stable=True)[:, :top_k]
+
+
 def gathered_decode(code_nkq: Tensor, U_Kqd: Tensor, idx_nk: Tensor) -> Tensor:
     """sum_k code[n, k] @ U[idx[n, k]] -> (n, d)"""
     return torch.einsum("nkq,nkqd->nd", code_nkq, rows(U_Kqd, idx_nk))
@@ -88,15 +93,15 @@ def apn(
     A_Krq: Tensor | None = None,  # inner factor of its patch offsets
     projection_gdm: Tensor | None = None,  # routing subspaces of contextual prototypes
     keep_nk: Tensor | None = None,  # patch dropout: which slots stay; at least one per row
+    select: Callable[[Tensor, int], Tensor] = best_patches,
     decode: Callable[[Tensor, Tensor, Tensor], Tensor] = gathered_decode,
 ) -> APNOutput:
     finite_n1 = finite_rows(z_nd)
     z_nd = z_nd.masked_fill(~finite_n1, 0)  # a bad row must reach no other row and no gradient
 
     s_nK = scores(z_nd, P_Km, temperature=temperature, routing=routing, projection_gdm=projection_gdm)
-    # (2) K(h) = TopK(s, k); a stable sort, because ties must go to the lower index everywhere
-    s_sorted_nK, order_nK = s_nK.sort(dim=-1, descending=True, stable=True)
-    s_nk, idx_nk = s_sorted_nK[:, :top_k], order_nK[:, :top_k]
+    idx_nk = select(s_nK.detach(), top_k)  # (2)
+    s_nk = s_nK.gather(1, idx_nk)
     confidence_n = s_nk[:, 0]
     if keep_nk is not None:
         s_nk = s_nk.masked_fill(~keep_nk, -torch.inf)  # a softmax over what is left renormalises
