@@ -8,7 +8,7 @@ import torch
 from test_layer import VARIANTS, build, every_variant, needs_triton
 
 from attractor import APN, ops
-from attractor.ops import fused
+from attractor.ops import fused, launch
 
 pytestmark = [needs_triton, pytest.mark.filterwarnings("ignore:.*Triton.*:UserWarning")]
 ON_GPU = torch.cuda.is_available()
@@ -109,7 +109,7 @@ def test_crowded_patches(pattern, dtype):
         layer.backend = "reference"
         chosen = layer(x, return_stats=True)[1].indices
         assert (chosen[:, 0] == 0).all()
-        assert 2 * fused.SEGMENT < 1500
+        assert 2 * launch.SEGMENT < 1500
     assert_matches(layer, x)
 
 

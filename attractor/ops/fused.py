@@ -11,12 +11,13 @@ in the order of their patches and the tiles they are cut into. Shape suffixes as
 import importlib.util
 import os
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attractor.ops import reference
+from attractor.ops import launch, reference
+from attractor.ops.launch import Plan, Shape
 from attractor.ops.reference import APNOutput
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -25,8 +26,6 @@ FEW_TOKENS = 64
 FEW_PATCHES = 4096
 """Up to here one program can choose from all scores of a token."""
 MOST_RANK = 256
-SEGMENT = 512
-CHUNK = 64
 
 
 def why_not(device_type: str, dtype: torch.dtype) -> str | None:
@@ -38,200 +37,6 @@ def why_not(device_type: str, dtype: torch.dtype) -> str | None:
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"the kernels know float32, bfloat16 and float16, not {dtype}"
     return None
-
-
-def _triton_type(dtype: torch.dtype) -> Any:
-    import triton.language as tl
-
-    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
-
-
-def _power(number: int, least: int = 1) -> int:
-    return max(least, 1 << (number - 1).bit_length())
-
-
-class Shape(NamedTuple):
-    """Sizes of one call, and the blocks it is cut into."""
-
-    n: int
-    d: int
-    K: int
-    k: int
-    r: int
-    dtype: torch.dtype  # of the matrix products
-
-    @property
-    def tile(self) -> int:
-        """Pairs in a tile: about what a patch has, so that tiles are full."""
-        return min(64, _power(max(16, self.n * self.k // self.K)))
-
-    @property
-    def most_tiles(self) -> int:
-        return -(-self.n * self.k // self.tile) + min(self.K, self.n * self.k)
-
-    @property
-    def most_segments(self) -> int:
-        return -(-self.n * self.k // SEGMENT) + min(self.K, self.n * self.k)
-
-    @property
-    def most_parts(self) -> int:
-        """Segments of patches with more than one: at most twice as many as full ones."""
-        return 2 * (self.n * self.k // SEGMENT) + 1
-
-    def sizes(self) -> dict[str, int]:
-        return {"D": self.d, "R": self.r, "R_P": _power(self.r, 16)}
-
-    def dots(self) -> dict[str, Any]:
-        exact = torch.get_float32_matmul_precision() == "highest"
-        return {"DTYPE": _triton_type(self.dtype), "PRECISION": "ieee" if exact else "tf32"}
-
-    def blocks(self, kernel: str) -> dict[str, int]:
-        """Block sizes, warps and pipeline stages of a kernel, tuned on an H200 (docs/performance.md)."""
-        small = self.r <= 64
-        programs = 132  # about one wave of a large GPU
-        chosen = {
-            "route": {"BN": 128 if self.n >= 96 * programs else 64 if self.n >= 24 * programs else 16,
-                      "BK": 256, "BD": 64, "num_warps": 8, "num_stages": 3},
-            "decode": {"BD": 64, "num_warps": 4 if small else 8, "num_stages": 3},
-            "combine": {"BN": 8, "BD": 128, "num_warps": 4},
-            "few_scores": {"BK": max(2, min(32, 16384 // _power(self.d))), "num_warps": 4},
-            "few_tokens": {"BD": 64, "num_warps": 4},
-            "decode_backward": {"BD": 64, "num_warps": 4 if small else 8, "num_stages": 4 if small else 3},
-            "token_backward": {"BN": 16, "BD": 128, "num_warps": 4, "num_stages": 2},
-            "bank_backward": {"BM": 64, "BD": 128, "num_warps": 4, "num_stages": 3},
-            "encoder_backward": {"BN": 128, "BD": 64, "num_warps": 4, "num_stages": 3},
-            "sum_parts": {"BD": 128, "BT": 16, "num_warps": 4},
-        }[kernel]  # fmt: skip
-        return chosen | {"BD": min(chosen["BD"], _power(self.d, 16))} if "BD" in chosen else chosen
-
-
-class Plan(NamedTuple):
-    """Pairs in the order of their patches, and the numbers kernels.py describes."""
-
-    order: Tensor
-    numbers: Tensor
-
-    @classmethod
-    def empty(cls, shape: Shape, device: torch.device) -> "Plan":
-        size = 5 * shape.K + 2 + shape.most_segments + shape.most_tiles
-        order = torch.empty(shape.n * shape.k, dtype=torch.int32, device=device)
-        return cls(order, torch.empty(size, dtype=torch.int32, device=device))
-
-    def make(self, shape: Shape, idx_nk: Tensor, histogram: Tensor) -> None:
-        from attractor.ops import kernels
-
-        K, pairs = shape.K, shape.n * shape.k
-        chunks, block = histogram.shape[0], min(8, _power(K))
-        kernels.scan_chunks[(-(-K // block),)](histogram, self.numbers, chunks, K=K, BC=256, BK=block)
-        kernels.make_plan[(1,)](
-            self.numbers, shape.most_segments, K=K, BK=min(1024, _power(K)), BM=shape.tile
-        )
-        kernels.place[(chunks,)](idx_nk, histogram, self.numbers, self.order, pairs, K=K)
-
-
-def _empty_histogram(shape: Shape, device: torch.device) -> Tensor:
-    return torch.zeros(-(-shape.n * shape.k // CHUNK), shape.K, dtype=torch.int32, device=device)
-
-
-def _gate_kind(a_Kr: Tensor | None, b_Kr: Tensor | None) -> int:
-    return 0 if b_Kr is None else 1 if a_Kr is None else 2
-
-
-def _decode(
-    shape: Shape, plan: Plan, u: Tensor, w: Tensor | None, a: Tensor | None, b: Tensor | None, U_Krd: Tensor,
-    idx_nk: Tensor, scale: float,
-) -> Tensor:  # fmt: skip
-    """Eqs. (5) and (6) from a plan: every tile of pairs, then the sum over the slots."""
-    from attractor.ops import kernels
-
-    n, d, k = shape.n, shape.d, shape.k
-    y_pd = torch.empty(n * k, d, dtype=shape.dtype, device=u.device)
-    kernels.decode[(shape.most_tiles,)](
-        u, w, a, b, U_Krd, *plan, y_pd, shape.most_segments, K=shape.K, k=k, BM=shape.tile,
-        GATE=_gate_kind(a, b), **shape.sizes(), **shape.dots(), **shape.blocks("decode"),
-    )  # fmt: skip
-    update_nd = torch.empty(n, d, dtype=shape.dtype, device=u.device)
-    blocks = shape.blocks("combine")
-    kernels.combine[(-(-n // blocks["BN"]), -(-d // blocks["BD"]))](
-        y_pd, idx_nk, update_nd, n, scale, D=d, k=k, **blocks
-    )
-    return update_nd
-
-
-def _decode_few(
-    shape: Shape, scores: Tensor | None, u: Tensor, a: Tensor | None, b: Tensor | None, U_Krd: Tensor,
-    idx_nk: Tensor, w_nk: Tensor | None, confidence_n: Tensor | None, scale: float,
-) -> Tensor:  # fmt: skip
-    from attractor.ops import kernels
-
-    update_nd = torch.empty(shape.n, shape.d, dtype=shape.dtype, device=u.device)
-    blocks = shape.blocks("few_tokens")
-    kernels.few_tokens[(shape.n, -(-shape.d // blocks["BD"]))](
-        scores, u, a, b, U_Krd, idx_nk, w_nk, confidence_n, update_nd, scale, K=shape.K,
-        K_P=_power(shape.K, 2), k=shape.k, k_P=_power(shape.k, 2), GATE=_gate_kind(a, b), **shape.sizes(),
-        **blocks,
-    )  # fmt: skip
-    return update_nd
-
-
-class _PairGradients(NamedTuple):
-    code: Tensor  # of each pair's code: of u, or of the codes that were given
-    weight: Tensor | None
-    slope_parts: Tensor | None  # one row per tile
-    bias_parts: Tensor | None
-    codes: Tensor  # not a gradient: w phi of each pair, by patch; or the codes that were given
-
-
-def _decode_backward(
-    shape: Shape, plan: Plan, grad_nd: Tensor, u: Tensor, w: Tensor | None, a: Tensor | None,
-    b: Tensor | None, U_Krd: Tensor, scale: float,
-) -> _PairGradients:  # fmt: skip
-    from attractor.ops import kernels
-
-    kind, pairs, tiles = _gate_kind(a, b), shape.n * shape.k, shape.most_tiles
-
-    def new(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(sizes, dtype=dtype, device=u.device)
-
-    grads = _PairGradients(
-        new(pairs, shape.r, dtype=shape.dtype),
-        new(pairs) if kind else None,
-        new(tiles, shape.r) if kind == 2 else None,
-        new(tiles, shape.r if kind == 2 else 1) if kind else None,
-        new(pairs, shape.r, dtype=shape.dtype) if kind else u,
-    )
-    kernels.decode_backward[(tiles,)](
-        grad_nd, u, w, a, b, U_Krd, *plan, grads.codes, *grads[:4], shape.most_segments, scale, K=shape.K,
-        k=shape.k, BM=shape.tile, GATE=kind, **shape.sizes(), **shape.dots(),
-        **shape.blocks("decode_backward"),
-    )  # fmt: skip
-    return grads
-
-
-def _bank_backward(
-    shape: Shape, plan: Plan, grad_nd: Tensor, grads: _PairGradients, U_Krd: Tensor, scale: float,
-    a: Tensor | None = None, b: Tensor | None = None, z: Tensor | None = None, P: Tensor | None = None,
-    s: Tensor | None = None, grad_s: Tensor | None = None, coefficient: Tensor | None = None,
-    inverse_p: Tensor | None = None,
-) -> list[Tensor]:  # fmt: skip
-    """Gradients with one row per patch: decoders and, unless codes were given, prototypes, biases, slopes."""
-    from attractor.ops import kernels
-
-    kind, blocks, last = _gate_kind(a, b), shape.blocks("bank_backward"), shape.blocks("sum_parts")
-    grad_U = torch.empty_like(U_Krd)
-    grad_P, grad_b, grad_a = (None if x is None else torch.empty_like(x) for x in (P, b, a))
-    part_U = torch.empty(shape.most_parts, shape.r * shape.d, device=U_Krd.device)
-    part_P = torch.empty(shape.most_parts, shape.d, device=U_Krd.device) if kind else None
-    part_radial = torch.empty(shape.most_parts, device=U_Krd.device) if kind else None
-    kernels.bank_backward[(shape.most_segments, -(-shape.d // blocks["BD"]))](
-        grad_nd, z, P, grads.codes, s, grad_s, coefficient, inverse_p, *plan, grad_U, grad_P, part_U, part_P,
-        part_radial, scale, K=shape.K, k=shape.k, GATE=kind, **shape.sizes(), **shape.dots(), **blocks,
-    )  # fmt: skip
-    kernels.sum_parts[(shape.K, -(-shape.d // last["BD"]))](
-        P, inverse_p, plan.numbers, part_U, part_P, part_radial, grads.slope_parts, grads.bias_parts, grad_U,
-        grad_P, grad_a, grad_b, K=shape.K, BM=shape.tile, GATE=kind, **shape.sizes(), **last,
-    )  # fmt: skip
-    return [grad for grad in (grad_U, grad_P, grad_b, grad_a) if grad is not None]
 
 
 def _operator(run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
@@ -268,24 +73,28 @@ def fused(
         scores_nK = torch.empty(n, K, device=device)
         blocks = shape.blocks("few_scores")
         kernels.few_scores[(n, -(-K // blocks["BK"]) + -(-r // blocks["BK"]))](
-            z_nd, P_Kd, V_dr, scores_nK, u_nr, 1 / temperature, K=K, D=d, R=r, D_P=_power(d, 16),
+            z_nd, P_Kd, V_dr, scores_nK, u_nr, 1 / temperature, K=K, D=d, R=r, D_P=launch.power(d, 16),
             COSINE=cosine, **blocks,
         )  # fmt: skip
-        update_nd = _decode_few(shape, scores_nK, u_nr, a_Kr, b_Kr, U_Krd, idx_nk, w_nk, confidence_n, scale)
+        update_nd = launch.decode_few(
+            shape, scores_nK, u_nr, a_Kr, b_Kr, U_Krd, idx_nk, w_nk, confidence_n, scale
+        )
         return update_nd, *outputs[1:]
-    histogram = _empty_histogram(shape, device)
+    histogram = launch.empty_histogram(shape, device)
     float32 = z_nd.dtype == torch.float32
     split = float32 and (dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest")
-    blocks = shape.blocks("route") | ({"BD": min(32, _power(d, 16)), "num_stages": 2} if float32 else {})
-    blocks["BK"] = min(blocks["BK"], _power(K, 16))
+    blocks = shape.blocks("route") | (
+        {"BD": min(32, launch.power(d, 16)), "num_stages": 2} if float32 else {}
+    )
+    blocks["BK"] = min(blocks["BK"], launch.power(K, 16))
     kernels.route[(-(-n // blocks["BN"]),)](
         z_nd, P_Kd, V_dr, keep_nk, idx_nk, w_nk, s_nk, u_nr, inverse_z_n, inverse_p_K, confidence_n,
-        histogram, n, 1 / temperature, K=K, k=top_k, k_P=_power(top_k, 2), COSINE=cosine, SPLIT=split,
+        histogram, n, 1 / temperature, K=K, k=top_k, k_P=launch.power(top_k, 2), COSINE=cosine, SPLIT=split,
         HAS_KEEP=keep_nk is not None, COUNT=True, **shape.sizes(), **shape.dots(), **blocks,
     )  # fmt: skip
     plan = Plan(order, numbers) if backward else Plan.empty(shape, device)
     plan.make(shape, idx_nk, histogram)
-    update_nd = _decode(shape, plan, u_nr, w_nk, a_Kr, b_Kr, U_Krd, idx_nk, scale)
+    update_nd = launch.decode(shape, plan, u_nr, w_nk, a_Kr, b_Kr, U_Krd, idx_nk, scale)
     return update_nd, *outputs[1:]
 
 
@@ -324,14 +133,14 @@ def fused_backward(
         given = [z_nd, V_dr, U_Krd, P_Kd, b_Kr] + ([] if a_Kr is None else [a_Kr])
         return [torch.zeros_like(x) for x in given]
     plan = Plan(order, numbers)
-    grads = _decode_backward(shape, plan, grad_nd, u_nr, w_nk, a_Kr, b_Kr, U_Krd, scale)
+    grads = launch.decode_backward(shape, plan, grad_nd, u_nr, w_nk, a_Kr, b_Kr, U_Krd, scale)
     grad_u_nr = torch.empty(n, r, dtype=shape.dtype, device=z_nd.device)
     grad_s_nk, coefficient_nk, grad_z_nd = map(torch.empty_like, (w_nk, w_nk, z_nd))
     blocks = shape.blocks("token_backward")
     kernels.token_backward[(-(-n // blocks["BN"]),)](
         z_nd, P_Kd, V_dr, idx_nk, w_nk, s_nk, inverse_z_n, inverse_p_K, grads.code, grads.weight, grad_w_nk,
         grad_confidence_n, grad_u_nr, grad_s_nk, coefficient_nk, grad_z_nd, n, 1 / temperature, k=k,
-        k_P=_power(k, 2), COSINE=cosine, HAS_W=grad_w_nk is not None,
+        k_P=launch.power(k, 2), COSINE=cosine, HAS_W=grad_w_nk is not None,
         HAS_CONFIDENCE=grad_confidence_n is not None, **shape.sizes(), **shape.dots(), **blocks,
     )  # fmt: skip
     blocks = shape.blocks("encoder_backward")
@@ -342,7 +151,7 @@ def fused_backward(
     )
     grad_V_dr = torch.empty_like(V_dr)
     kernels.add_up[(-(-d * r // 256),)](parts, grad_V_dr, parts.shape[0], SIZE=d * r, BLOCK=256)
-    banks = _bank_backward(
+    banks = launch.bank_backward(
         shape, plan, grad_nd, grads, U_Krd, scale, a_Kr, b_Kr, z_nd, P_Kd, s_nk, grad_s_nk, coefficient_nk,
         inverse_p_K,
     )  # fmt: skip
@@ -403,13 +212,13 @@ def fused_decode(
     if n == 0:
         return update_nd, order, numbers
     if n <= FEW_TOKENS and not backward:
-        update_nd = _decode_few(shape, None, code_nkq, None, None, U_Kqd, idx_nk, None, None, 1.0)
+        update_nd = launch.decode_few(shape, None, code_nkq, None, None, U_Kqd, idx_nk, None, None, 1.0)
         return update_nd, order, numbers
     plan = Plan(order, numbers) if backward else Plan.empty(shape, code_nkq.device)
-    histogram = _empty_histogram(shape, code_nkq.device)
+    histogram = launch.empty_histogram(shape, code_nkq.device)
     kernels.count[(histogram.shape[0],)](idx_nk, histogram, n * k, K=K)
     plan.make(shape, idx_nk, histogram)
-    return _decode(shape, plan, code_nkq, None, None, None, U_Kqd, idx_nk, 1.0), order, numbers
+    return launch.decode(shape, plan, code_nkq, None, None, None, U_Kqd, idx_nk, 1.0), order, numbers
 
 
 def _fake_decode(
@@ -431,8 +240,8 @@ def fused_decode_backward(
         return torch.zeros_like(code_nkq), torch.zeros_like(U_Kqd)
     shape = Shape(n, d, K, k, q, code_nkq.dtype)
     plan = Plan(order, numbers)
-    grads = _decode_backward(shape, plan, grad_nd, code_nkq, None, None, None, U_Kqd, 1.0)
-    (grad_U,) = _bank_backward(shape, plan, grad_nd, grads, U_Kqd, 1.0)
+    grads = launch.decode_backward(shape, plan, grad_nd, code_nkq, None, None, None, U_Kqd, 1.0)
+    (grad_U,) = launch.bank_backward(shape, plan, grad_nd, grads, U_Kqd, 1.0)
     return grads.code.view(n, k, q), grad_U
 
 

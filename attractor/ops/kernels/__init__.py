@@ -1,0 +1,47 @@
+"""Triton kernels of the fused backend; fused.py launches them. The only folder that imports triton.
+
+A pair is a (token, slot); pair number = token * k + slot. The pairs are grouped by patch with a counting sort
+(deterministic, no host sync), cut into tiles of pairs of one patch, and each tile is one matrix product. No
+kernel adds floats with atomics, so the same inputs give the same bits.
+
+Shape suffixes as in reference.py; p pairs in the order of their patches, t tiles. Sizes that end in _P are
+padded to a power of two. GATE: 0 codes are given, 1 scalar gate, 2 vector gate.
+"""
+
+from attractor.ops.kernels.backward import (
+    add_up,
+    bank_backward,
+    decode_backward,
+    encoder_backward,
+    sum_parts,
+    token_backward,
+)
+from attractor.ops.kernels.forward import (
+    combine,
+    count,
+    decode,
+    few_scores,
+    few_tokens,
+    make_plan,
+    place,
+    route,
+    scan_chunks,
+)
+
+__all__ = [
+    "add_up",
+    "bank_backward",
+    "combine",
+    "count",
+    "decode",
+    "decode_backward",
+    "encoder_backward",
+    "few_scores",
+    "few_tokens",
+    "make_plan",
+    "place",
+    "route",
+    "scan_chunks",
+    "sum_parts",
+    "token_backward",
+]

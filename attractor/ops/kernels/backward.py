@@ -1,0 +1,261 @@
+"""From the gradient of the update to those of tokens, encoder, gates, decoders and prototypes."""
+
+import triton
+import triton.language as tl
+
+from attractor.ops.kernels.forward import (
+    COUNTS,
+    PAIRS,
+    PARTS,
+    SEGMENT,
+    SEGMENTS,
+    TILES,
+    TOTALS,
+    dot,
+    gate,
+    tile_of,
+)
+
+
+@triton.jit
+def decode_backward(
+    grad, u, w, a, b, U, order, plan, codes, grad_u, grad_w, grad_a, grad_b, most_segments, scale,
+    D: tl.constexpr, K: tl.constexpr, R: tl.constexpr, R_P: tl.constexpr, k: tl.constexpr, BM: tl.constexpr,
+    BD: tl.constexpr, GATE: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """For one tile: gradients of the pairs' codes, weights and of the tile's part of the gates."""
+    if tl.program_id(0) < tl.load(plan + COUNTS * K):
+        patch, places, pair, is_pair = tile_of(plan, order, most_segments, K, BM)
+        code = tl.arange(0, R_P)
+        here = is_pair[:, None] & (code < R)[None, :]
+        acc = tl.zeros((BM, R_P), tl.float32)
+        for start in range(0, D, BD):
+            cols = start + tl.arange(0, BD)
+            g_tile = tl.load(
+                grad + (pair // k)[:, None] * D + cols, mask=is_pair[:, None] & (cols < D)[None, :], other=0.0
+            )
+            U_tile = tl.load(  # transposed by its pointers
+                U + patch * (R * D) + code[None, :] * D + cols[:, None],
+                mask=(code < R)[None, :] & (cols < D)[:, None], other=0.0,
+            )  # fmt: skip
+            acc = dot(g_tile.to(DTYPE), U_tile.to(DTYPE), acc, PRECISION)
+        acc *= scale
+        if GATE > 0:
+            u_tile = tl.load(u + (pair // k)[:, None] * R + code, mask=here, other=0.0)
+            weight = tl.load(w + pair, mask=is_pair, other=0.0)
+            open_ = gate(u_tile, a, b, patch, code[None, :], R, GATE)
+            phi = u_tile * open_
+            tl.store(grad_w + pair, tl.sum(acc * phi, 1), mask=is_pair)
+            wphi = (weight[:, None] * phi).to(codes.dtype.element_ty)  # for bank_backward, in its order
+            tl.store(codes + places[:, None].to(tl.int64) * R + code, wphi, mask=here)
+            acc *= weight[:, None]  # d phi
+            inner = acc * phi * (1 - open_)  # d (a u + b)
+            acc *= open_
+            if GATE == 2:
+                acc += inner * tl.load(a + patch * R + code, mask=code < R, other=0.0).to(tl.float32)[None, :]
+                part = tl.program_id(0).to(tl.int64) * R + code
+                tl.store(grad_a + part, tl.sum(inner * u_tile, 0), mask=code < R)
+                tl.store(grad_b + part, tl.sum(inner, 0), mask=code < R)
+            else:
+                tl.store(grad_b + tl.program_id(0), tl.sum(tl.sum(inner, 1), 0))
+        tl.store(grad_u + pair[:, None] * R + code, acc.to(grad_u.dtype.element_ty), mask=here)
+
+
+@triton.jit
+def token_backward(
+    z, P, V, idx, w, s, inverse_z, inverse_p, grad_u_pairs, grad_w, extra_w, extra_confidence,
+    grad_u, grad_s, coefficient, grad_z, n, inverse_tau,
+    D: tl.constexpr, R: tl.constexpr, R_P: tl.constexpr, k: tl.constexpr, k_P: tl.constexpr,
+    BN: tl.constexpr, BD: tl.constexpr, COSINE: tl.constexpr, HAS_W: tl.constexpr,
+    HAS_CONFIDENCE: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """For BN tokens: through the softmax to the scores, and from codes and scores to the tokens."""
+    rows = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
+    slots = tl.arange(0, k_P)
+    code = tl.arange(0, R_P)
+    routed = tl.load(idx + rows * k, mask=rows < n, other=-1) >= 0
+    pairs = rows[:, None] * k + slots
+    is_pair = routed[:, None] & (slots < k)[None, :]
+
+    weight = tl.load(w + pairs, mask=is_pair, other=0.0)
+    dw = tl.load(grad_w + pairs, mask=is_pair, other=0.0)
+    if HAS_W:
+        dw += tl.load(extra_w + pairs, mask=is_pair, other=0.0).to(tl.float32)
+    ds = weight * (dw - tl.sum(weight * dw, 1)[:, None])
+    if HAS_CONFIDENCE:
+        extra = tl.load(extra_confidence + rows, mask=routed, other=0.0).to(tl.float32)
+        ds += tl.where((slots == 0)[None, :], extra[:, None], 0.0)
+    length = tl.load(inverse_z + rows, mask=routed, other=0.0)
+    factor = length * inverse_tau if COSINE else tl.zeros((BN,), tl.float32) + inverse_tau
+    tl.store(grad_s + pairs, ds, mask=is_pair)
+    tl.store(coefficient + pairs, ds * factor[:, None], mask=is_pair)
+    radial = tl.sum(ds * tl.load(s + pairs, mask=is_pair, other=0.0), 1) * length * length
+
+    du = tl.zeros((BN, R_P), tl.float32)
+    here = routed[:, None] & (code < R)[None, :]
+    for slot in tl.static_range(k):
+        part = tl.load(grad_u_pairs + (rows * k + slot)[:, None] * R + code, mask=here, other=0.0)
+        du += part.to(tl.float32)
+    is_row = (rows < n)[:, None]
+    in_code = is_row & (code < R)[None, :]
+    tl.store(grad_u + rows[:, None] * R + code, du.to(grad_u.dtype.element_ty), mask=in_code)
+
+    for start in range(0, D, BD):
+        cols = start + tl.arange(0, BD)
+        V_tile = tl.load(  # transposed by its pointers
+            V + cols[None, :] * R + code[:, None], mask=(cols < D)[None, :] & (code < R)[:, None], other=0.0
+        )
+        dz = dot(du.to(DTYPE), V_tile.to(DTYPE), tl.zeros((BN, BD), tl.float32), PRECISION)
+        inside = routed[:, None] & (cols < D)[None, :]
+        for slot in tl.static_range(k):
+            patch = tl.load(idx + rows * k + slot, mask=routed, other=0).to(tl.int64)
+            amount = tl.sum(tl.where((slots == slot)[None, :], ds, 0.0), 1) * factor
+            amount *= tl.load(inverse_p + patch, mask=routed, other=0.0)
+            P_rows = tl.load(P + patch[:, None] * D + cols, mask=inside, other=0.0)
+            dz += amount[:, None] * P_rows.to(tl.float32)
+        if COSINE:
+            z_tile = tl.load(z + rows[:, None] * D + cols, mask=inside, other=0.0)
+            dz -= radial[:, None] * z_tile.to(tl.float32)
+        dz = tl.where(routed[:, None], dz, 0.0)
+        in_row = is_row & (cols < D)[None, :]
+        tl.store(grad_z + rows[:, None] * D + cols, dz.to(grad_z.dtype.element_ty), mask=in_row)
+
+
+@triton.jit
+def bank_backward(
+    grad, z, P, codes, s, grad_s, coefficient, inverse_p, order, plan, grad_U, grad_P, part_U, part_P,
+    part_radial, scale, D: tl.constexpr, K: tl.constexpr, R: tl.constexpr, R_P: tl.constexpr,
+    k: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, GATE: tl.constexpr, DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """For one segment and BD channels: gradients of the patch's decoder and prototype.
+
+    A patch with one segment is finished here; the parts of a busier one are added by `sum_parts`.
+    """
+    segment = tl.program_id(0)
+    if segment < tl.load(plan + COUNTS * K + 1):
+        patch = tl.load(plan + COUNTS * K + 2 + segment).to(tl.int64)
+        cols = tl.program_id(1) * BD + tl.arange(0, BD)
+        code = tl.arange(0, R_P)
+        total = tl.load(plan + TOTALS * K + patch)
+        number = segment - tl.load(plan + SEGMENTS * K + patch)
+        begin = tl.load(plan + PAIRS * K + patch)
+        dU = tl.zeros((R_P, BD), tl.float32)
+        dp = tl.zeros((BD,), tl.float32)
+        radial = tl.zeros((BM,), tl.float32)
+        for start in range(number * SEGMENT, tl.minimum((number + 1) * SEGMENT, total), BM):
+            ranks = start + tl.arange(0, BM)
+            is_pair = ranks < total
+            pair = tl.load(order + begin + ranks, mask=is_pair, other=0).to(tl.int64)
+            token = pair // k
+            inside = is_pair[:, None] & (cols < D)[None, :]
+            here = (code < R)[:, None] & is_pair[None, :]
+            row = (begin + ranks).to(tl.int64) if GATE > 0 else pair
+            code_tile = tl.load(codes + row[None, :] * R + code[:, None], mask=here, other=0.0)  # (R_P, BM)
+            g_tile = tl.load(grad + token[:, None] * D + cols, mask=inside, other=0.0)
+            dU = dot(code_tile.to(DTYPE), g_tile.to(DTYPE), dU, PRECISION)
+            if GATE > 0:
+                amount = tl.load(coefficient + pair, mask=is_pair, other=0.0)
+                z_tile = tl.load(z + token[:, None] * D + cols, mask=inside, other=0.0)
+                dp += tl.sum(amount[:, None] * z_tile.to(tl.float32), 0)
+                score = tl.load(s + pair, mask=is_pair, other=0.0)
+                radial += tl.load(grad_s + pair, mask=is_pair, other=0.0) * score
+        dU *= scale
+        bank = code[:, None] * D + cols
+        in_bank = (code < R)[:, None] & (cols < D)[None, :]
+        if total <= SEGMENT:
+            tl.store(grad_U + patch * (R * D) + bank, dU.to(grad_U.dtype.element_ty), mask=in_bank)
+            if GATE > 0:
+                length = tl.load(inverse_p + patch)
+                p = tl.load(P + patch * D + cols, mask=cols < D, other=0.0).to(tl.float32) * length
+                dp = length * (dp - p * tl.sum(radial, 0))
+                tl.store(grad_P + patch * D + cols, dp.to(grad_P.dtype.element_ty), mask=cols < D)
+        else:
+            part = (tl.load(plan + PARTS * K + patch) + number).to(tl.int64)
+            tl.store(part_U + part * (R * D) + bank, dU, mask=in_bank)
+            if GATE > 0:
+                tl.store(part_P + part * D + cols, dp, mask=cols < D)
+                tl.store(part_radial + part, tl.sum(radial, 0), mask=tl.program_id(1) == 0)
+
+
+@triton.jit
+def sum_parts(
+    P, inverse_p, plan, part_U, part_P, part_radial, part_a, part_b, grad_U, grad_P, grad_a, grad_b,
+    D: tl.constexpr, K: tl.constexpr, R: tl.constexpr, R_P: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+    BT: tl.constexpr, GATE: tl.constexpr,
+):  # fmt: skip
+    """Add the parts of one patch: its gates from its tiles, the rest from its segments; zeros if unused."""
+    patch = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BD + tl.arange(0, BD)
+    code = tl.arange(0, R_P)
+    total = tl.load(plan + TOTALS * K + patch)
+    if GATE > 0 and tl.program_id(1) == 0:
+        begin, tiles = tl.load(plan + TILES * K + patch).to(tl.int64), tl.cdiv(total, BM)
+        if GATE == 2:
+            da = tl.zeros((BT, R_P), tl.float32)
+            db = tl.zeros((BT, R_P), tl.float32)
+            for first in range(0, tiles, BT):
+                tile = first + tl.arange(0, BT)
+                part = (begin + tile)[:, None] * R + code
+                here = (tile < tiles)[:, None] & (code < R)[None, :]
+                da += tl.load(part_a + part, mask=here, other=0.0)
+                db += tl.load(part_b + part, mask=here, other=0.0)
+            tl.store(grad_a + patch * R + code, tl.sum(da, 0).to(grad_a.dtype.element_ty), mask=code < R)
+            tl.store(grad_b + patch * R + code, tl.sum(db, 0).to(grad_b.dtype.element_ty), mask=code < R)
+        else:
+            db = tl.zeros((BT,), tl.float32)
+            for first in range(0, tiles, BT):
+                tile = first + tl.arange(0, BT)
+                db += tl.load(part_b + begin + tile, mask=tile < tiles, other=0.0)
+            tl.store(grad_b + patch, tl.sum(db, 0).to(grad_b.dtype.element_ty))
+    if total == 0 or total > SEGMENT:
+        bank = code[:, None] * D + cols
+        in_bank = (code < R)[:, None] & (cols < D)[None, :]
+        begin = tl.load(plan + PARTS * K + patch).to(tl.int64)
+        dU = tl.zeros((R_P, BD), tl.float32)
+        dp = tl.zeros((BD,), tl.float32)
+        radial = tl.zeros((), tl.float32)
+        for part in range(tl.cdiv(total, SEGMENT)):
+            dU += tl.load(part_U + (begin + part) * (R * D) + bank, mask=in_bank, other=0.0)
+            if GATE > 0:
+                dp += tl.load(part_P + (begin + part) * D + cols, mask=cols < D, other=0.0)
+                radial += tl.load(part_radial + begin + part)
+        tl.store(grad_U + patch * (R * D) + bank, dU.to(grad_U.dtype.element_ty), mask=in_bank)
+        if GATE > 0:
+            length = tl.load(inverse_p + patch)
+            p = tl.load(P + patch * D + cols, mask=cols < D, other=0.0).to(tl.float32) * length
+            dp = length * (dp - p * radial)
+            tl.store(grad_P + patch * D + cols, dp.to(grad_P.dtype.element_ty), mask=cols < D)
+
+
+@triton.jit
+def encoder_backward(
+    z, idx, grad_u, parts, n, D: tl.constexpr, R: tl.constexpr, R_P: tl.constexpr, k: tl.constexpr,
+    BN: tl.constexpr, BD: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Part of z^T du over every num_programs(0)-th block of tokens; the caller adds the parts."""
+    cols = tl.program_id(1) * BD + tl.arange(0, BD)
+    code = tl.arange(0, R_P)
+    acc = tl.zeros((BD, R_P), tl.float32)
+    for first in range(tl.program_id(0) * BN, n, tl.num_programs(0) * BN):
+        rows = (first + tl.arange(0, BN)).to(tl.int64)
+        routed = tl.load(idx + rows * k, mask=rows < n, other=-1) >= 0
+        z_tile = tl.load(  # transposed by its pointers
+            z + rows[None, :] * D + cols[:, None], mask=routed[None, :] & (cols < D)[:, None], other=0.0
+        )
+        du = tl.load(grad_u + rows[:, None] * R + code, mask=routed[:, None] & (code < R)[None, :], other=0.0)
+        acc = dot(z_tile.to(DTYPE), du.to(DTYPE), acc, PRECISION)
+    tl.store(
+        parts + tl.program_id(0).to(tl.int64) * (D * R) + cols[:, None] * R + code, acc,
+        mask=(cols < D)[:, None] & (code < R)[None, :],
+    )  # fmt: skip
+
+
+@triton.jit
+def add_up(parts, out, num_parts, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of the parts, always in the same order."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    acc = tl.zeros((BLOCK,), tl.float32)
+    for part in range(num_parts):
+        acc += tl.load(parts + part * SIZE + place, mask=place < SIZE, other=0.0)
+    tl.store(out + place, acc.to(out.dtype.element_ty), mask=place < SIZE)

@@ -1,0 +1,201 @@
+"""Sizes, plans and launches of the fused backend's kernels. Shape suffixes as in reference.py."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+SEGMENT = 512
+CHUNK = 64
+
+
+def triton_type(dtype: torch.dtype) -> Any:
+    import triton.language as tl
+
+    return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
+
+
+def power(number: int, least: int = 1) -> int:
+    return max(least, 1 << (number - 1).bit_length())
+
+
+class Shape(NamedTuple):
+    """Sizes of one call, and the blocks it is cut into."""
+
+    n: int
+    d: int
+    K: int
+    k: int
+    r: int
+    dtype: torch.dtype  # of the matrix products
+
+    @property
+    def tile(self) -> int:
+        """Pairs in a tile: about what a patch has, so that tiles are full."""
+        return min(64, power(max(16, self.n * self.k // self.K)))
+
+    @property
+    def most_tiles(self) -> int:
+        return -(-self.n * self.k // self.tile) + min(self.K, self.n * self.k)
+
+    @property
+    def most_segments(self) -> int:
+        return -(-self.n * self.k // SEGMENT) + min(self.K, self.n * self.k)
+
+    @property
+    def most_parts(self) -> int:
+        """Segments of patches with more than one: at most twice as many as full ones."""
+        return 2 * (self.n * self.k // SEGMENT) + 1
+
+    def sizes(self) -> dict[str, int]:
+        return {"D": self.d, "R": self.r, "R_P": power(self.r, 16)}
+
+    def dots(self) -> dict[str, Any]:
+        exact = torch.get_float32_matmul_precision() == "highest"
+        return {"DTYPE": triton_type(self.dtype), "PRECISION": "ieee" if exact else "tf32"}
+
+    def blocks(self, kernel: str) -> dict[str, int]:
+        """Block sizes, warps and pipeline stages of a kernel, tuned on an H200 (docs/performance.md)."""
+        small = self.r <= 64
+        programs = 132  # about one wave of a large GPU
+        chosen = {
+            "route": {"BN": 128 if self.n >= 96 * programs else 64 if self.n >= 24 * programs else 16,
+                      "BK": 256, "BD": 64, "num_warps": 8, "num_stages": 3},
+            "decode": {"BD": 64, "num_warps": 4 if small else 8, "num_stages": 3},
+            "combine": {"BN": 8, "BD": 128, "num_warps": 4},
+            "few_scores": {"BK": max(2, min(32, 16384 // power(self.d))), "num_warps": 4},
+            "few_tokens": {"BD": 64, "num_warps": 4},
+            "decode_backward": {"BD": 64, "num_warps": 4 if small else 8, "num_stages": 4 if small else 3},
+            "token_backward": {"BN": 16, "BD": 128, "num_warps": 4, "num_stages": 2},
+            "bank_backward": {"BM": 64, "BD": 128, "num_warps": 4, "num_stages": 3},
+            "encoder_backward": {"BN": 128, "BD": 64, "num_warps": 4, "num_stages": 3},
+            "sum_parts": {"BD": 128, "BT": 16, "num_warps": 4},
+        }[kernel]  # fmt: skip
+        return chosen | {"BD": min(chosen["BD"], power(self.d, 16))} if "BD" in chosen else chosen
+
+
+class Plan(NamedTuple):
+    """Pairs in the order of their patches, and the numbers kernels.py describes."""
+
+    order: Tensor
+    numbers: Tensor
+
+    @classmethod
+    def empty(cls, shape: Shape, device: torch.device) -> "Plan":
+        size = 5 * shape.K + 2 + shape.most_segments + shape.most_tiles
+        order = torch.empty(shape.n * shape.k, dtype=torch.int32, device=device)
+        return cls(order, torch.empty(size, dtype=torch.int32, device=device))
+
+    def make(self, shape: Shape, idx_nk: Tensor, histogram: Tensor) -> None:
+        from attractor.ops import kernels
+
+        K, pairs = shape.K, shape.n * shape.k
+        chunks, block = histogram.shape[0], min(8, power(K))
+        kernels.scan_chunks[(-(-K // block),)](histogram, self.numbers, chunks, K=K, BC=256, BK=block)
+        kernels.make_plan[(1,)](self.numbers, shape.most_segments, K=K, BK=min(1024, power(K)), BM=shape.tile)
+        kernels.place[(chunks,)](idx_nk, histogram, self.numbers, self.order, pairs, K=K)
+
+
+def empty_histogram(shape: Shape, device: torch.device) -> Tensor:
+    return torch.zeros(-(-shape.n * shape.k // CHUNK), shape.K, dtype=torch.int32, device=device)
+
+
+def gate_kind(a_Kr: Tensor | None, b_Kr: Tensor | None) -> int:
+    return 0 if b_Kr is None else 1 if a_Kr is None else 2
+
+
+def decode(
+    shape: Shape, plan: Plan, u: Tensor, w: Tensor | None, a: Tensor | None, b: Tensor | None, U_Krd: Tensor,
+    idx_nk: Tensor, scale: float,
+) -> Tensor:  # fmt: skip
+    """Eqs. (5) and (6) from a plan: every tile of pairs, then the sum over the slots."""
+    from attractor.ops import kernels
+
+    n, d, k = shape.n, shape.d, shape.k
+    y_pd = torch.empty(n * k, d, dtype=shape.dtype, device=u.device)
+    kernels.decode[(shape.most_tiles,)](
+        u, w, a, b, U_Krd, *plan, y_pd, shape.most_segments, K=shape.K, k=k, BM=shape.tile,
+        GATE=gate_kind(a, b), **shape.sizes(), **shape.dots(), **shape.blocks("decode"),
+    )  # fmt: skip
+    update_nd = torch.empty(n, d, dtype=shape.dtype, device=u.device)
+    blocks = shape.blocks("combine")
+    kernels.combine[(-(-n // blocks["BN"]), -(-d // blocks["BD"]))](
+        y_pd, idx_nk, update_nd, n, scale, D=d, k=k, **blocks
+    )
+    return update_nd
+
+
+def decode_few(
+    shape: Shape, scores: Tensor | None, u: Tensor, a: Tensor | None, b: Tensor | None, U_Krd: Tensor,
+    idx_nk: Tensor, w_nk: Tensor | None, confidence_n: Tensor | None, scale: float,
+) -> Tensor:  # fmt: skip
+    from attractor.ops import kernels
+
+    update_nd = torch.empty(shape.n, shape.d, dtype=shape.dtype, device=u.device)
+    blocks = shape.blocks("few_tokens")
+    kernels.few_tokens[(shape.n, -(-shape.d // blocks["BD"]))](
+        scores, u, a, b, U_Krd, idx_nk, w_nk, confidence_n, update_nd, scale, K=shape.K,
+        K_P=power(shape.K, 2), k=shape.k, k_P=power(shape.k, 2), GATE=gate_kind(a, b), **shape.sizes(),
+        **blocks,
+    )  # fmt: skip
+    return update_nd
+
+
+class PairGradients(NamedTuple):
+    code: Tensor  # of each pair's code: of u, or of the codes that were given
+    weight: Tensor | None
+    slope_parts: Tensor | None  # one row per tile
+    bias_parts: Tensor | None
+    codes: Tensor  # not a gradient: w phi of each pair, by patch; or the codes that were given
+
+
+def decode_backward(
+    shape: Shape, plan: Plan, grad_nd: Tensor, u: Tensor, w: Tensor | None, a: Tensor | None,
+    b: Tensor | None, U_Krd: Tensor, scale: float,
+) -> PairGradients:  # fmt: skip
+    from attractor.ops import kernels
+
+    kind, pairs, tiles = gate_kind(a, b), shape.n * shape.k, shape.most_tiles
+
+    def new(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(sizes, dtype=dtype, device=u.device)
+
+    grads = PairGradients(
+        new(pairs, shape.r, dtype=shape.dtype),
+        new(pairs) if kind else None,
+        new(tiles, shape.r) if kind == 2 else None,
+        new(tiles, shape.r if kind == 2 else 1) if kind else None,
+        new(pairs, shape.r, dtype=shape.dtype) if kind else u,
+    )
+    kernels.decode_backward[(tiles,)](
+        grad_nd, u, w, a, b, U_Krd, *plan, grads.codes, *grads[:4], shape.most_segments, scale, K=shape.K,
+        k=shape.k, BM=shape.tile, GATE=kind, **shape.sizes(), **shape.dots(),
+        **shape.blocks("decode_backward"),
+    )  # fmt: skip
+    return grads
+
+
+def bank_backward(
+    shape: Shape, plan: Plan, grad_nd: Tensor, grads: PairGradients, U_Krd: Tensor, scale: float,
+    a: Tensor | None = None, b: Tensor | None = None, z: Tensor | None = None, P: Tensor | None = None,
+    s: Tensor | None = None, grad_s: Tensor | None = None, coefficient: Tensor | None = None,
+    inverse_p: Tensor | None = None,
+) -> list[Tensor]:  # fmt: skip
+    """Gradients with one row per patch: decoders and, unless codes were given, prototypes, biases, slopes."""
+    from attractor.ops import kernels
+
+    kind, blocks, last = gate_kind(a, b), shape.blocks("bank_backward"), shape.blocks("sum_parts")
+    grad_U = torch.empty_like(U_Krd)
+    grad_P, grad_b, grad_a = (None if x is None else torch.empty_like(x) for x in (P, b, a))
+    part_U = torch.empty(shape.most_parts, shape.r * shape.d, device=U_Krd.device)
+    part_P = torch.empty(shape.most_parts, shape.d, device=U_Krd.device) if kind else None
+    part_radial = torch.empty(shape.most_parts, device=U_Krd.device) if kind else None
+    kernels.bank_backward[(shape.most_segments, -(-shape.d // blocks["BD"]))](
+        grad_nd, z, P, grads.codes, s, grad_s, coefficient, inverse_p, *plan, grad_U, grad_P, part_U, part_P,
+        part_radial, scale, K=shape.K, k=shape.k, GATE=kind, **shape.sizes(), **shape.dots(), **blocks,
+    )  # fmt: skip
+    kernels.sum_parts[(shape.K, -(-shape.d // last["BD"]))](
+        P, inverse_p, plan.numbers, part_U, part_P, part_radial, grads.slope_parts, grads.bias_parts, grad_U,
+        grad_P, grad_a, grad_b, K=shape.K, BM=shape.tile, GATE=kind, **shape.sizes(), **last,
+    )  # fmt: skip
+    return [grad for grad in (grad_U, grad_P, grad_b, grad_a) if grad is not None]
