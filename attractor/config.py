@@ -19,6 +19,7 @@ PrototypesName = Literal["static", "contextual"]
 FFNName = Literal["mlp", "apn"]
 PrecisionName = Literal["auto", "float32", "bfloat16"]
 ParallelName = Literal["ddp", "fsdp"]
+RuleName = Literal["sgd", "adamw"]
 
 
 def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -305,3 +306,36 @@ class RunConfig(JSONConfig):
     model: GPTConfig = field(default_factory=GPTConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateConfig(JSONConfig):
+    """How an online step changes an APN layer (Algorithm 2 and the paper's stability knobs)."""
+
+    train: tuple[str, ...] = ("decoders", "gates")
+    """Roles that learn: "decoders", "gates", "prototypes" by patch; "encoder" and the others as a whole."""
+    rule: RuleName = "adamw"
+    """"adamw" keeps moments and a count of steps for each patch, and leaves those of other patches alone."""
+    learning_rate: float = 1e-3
+    """alpha, the gain of an update."""
+    beta1: float = 0.9
+    beta2: float = 0.99
+    weight_decay: float = 0.0
+    """On the decoders of patches that learn in a step, and only then."""
+    max_change: float | None = None
+    """kappa: the most that one step may change a patch, as the length over all of its trained parameters."""
+    max_decoder: float | None = None
+    """The largest Frobenius norm of a decoder after it learned; a larger one is scaled down to it."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "train", tuple(self.train))  # JSON knows only lists
+        if not self.train:
+            raise ValueError("train=() names no role: nothing would learn")
+        check_choice("rule", self.rule, get_args(RuleName))
+        check_number("learning_rate", self.learning_rate, "a positive number", lambda rate: rate > 0)
+        check_probability("beta1", self.beta1)
+        check_probability("beta2", self.beta2)
+        check_number("weight_decay", self.weight_decay, "a number, 0 or more", lambda decay: decay >= 0)
+        for name in ("max_change", "max_decoder"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), "a positive number", lambda most: most > 0)

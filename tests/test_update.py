@@ -1,0 +1,201 @@
+"""Patch-local steps: exact locality, agreement with torch's optimizers, caps, all or nothing."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_layer import build, every_variant
+
+from attractor.config import UpdateConfig
+from attractor.continual.update import LocalUpdate, NotFiniteUpdate, most_specific, taught_patches
+from attractor.layer import PATCH_ROLES, ROLES
+
+EVERYTHING_BY_PATCH = ("decoders", "gates", "prototypes")
+
+
+def random_gradients(layer, seed):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in layer.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter)
+
+
+def bytes_of(layer, update):
+    return {k: v.clone() for k, v in (layer.state_dict() | update.state_dict()).items()}
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adamw"])
+@every_variant
+def test_untaught_patches_keep_their_bytes(variant, rule):
+    """Hundreds of random steps; parameters and optimizer state alike, though every row has a gradient."""
+    layer = build(**variant)
+    trained = EVERYTHING_BY_PATCH
+    update = LocalUpdate({0: layer}, UpdateConfig(train=trained, rule=rule, weight_decay=0.1, max_change=0.5))
+    chance = torch.Generator().manual_seed(0)
+    for step in range(200):
+        random_gradients(layer, step)
+        taught = (torch.rand(layer.num_patches, generator=chance) < 0.3).nonzero().flatten()
+        before = bytes_of(layer, update)
+        update.step({0: taught})
+        after = bytes_of(layer, update)
+        rest = torch.ones(layer.num_patches, dtype=torch.bool)
+        rest[taught] = False
+        for key, value in after.items():
+            name = key.removeprefix("0.").rsplit(".", 1)[0] if key.startswith("0.") else key
+            if ROLES[name] in PATCH_ROLES:
+                assert torch.equal(value[rest], before[key][rest]), key
+                if len(taught) and key in ("decoder", "gate_bias"):
+                    assert not torch.equal(value[taught], before[key][taught]), key
+            else:
+                assert torch.equal(value, before[key]), key
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adamw"])
+def test_teaching_every_patch_is_the_usual_optimizer(rule):
+    layer = build()
+    usual = copy.deepcopy(layer)
+    roles = ("decoders", "gates", "prototypes", "encoder")
+    update = LocalUpdate({0: layer}, UpdateConfig(train=roles, rule=rule, learning_rate=1e-2))
+    options = {"lr": 1e-2}
+    optimizer = (
+        torch.optim.SGD(usual.parameters(), **options)
+        if rule == "sgd"
+        else torch.optim.AdamW(usual.parameters(), betas=(0.9, 0.99), weight_decay=0.0, **options)
+    )
+    for step in range(20):
+        random_gradients(layer, step)
+        random_gradients(usual, step)
+        update.step({0: torch.arange(layer.num_patches)})
+        optimizer.step()
+    for ours, theirs in zip(layer.parameters(), usual.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_patch_counts_its_own_steps():
+    """What a patch becomes depends on the steps it was taught in, not on those in between."""
+    layer, other = build(), build()
+    config = UpdateConfig(train=("decoders",))
+    update, sparse = LocalUpdate({0: layer}, config), LocalUpdate({0: other}, config)
+    for step in range(10):
+        random_gradients(layer, step)
+        random_gradients(other, step)
+        update.step({0: torch.arange(layer.num_patches)} if step % 2 else {0: torch.tensor([1])})
+        if step % 2:
+            sparse.step({0: torch.tensor([0])})
+    assert torch.equal(layer.decoder[0], other.decoder[0])
+    assert not torch.equal(layer.decoder[1], other.decoder[1])
+
+
+@given(st.floats(1e-3, 10), st.floats(1e-3, 10), st.sampled_from(["sgd", "adamw"]))
+def test_caps(max_change, max_decoder, rule):
+    layer = build()
+    before = copy.deepcopy(layer)
+    config = UpdateConfig(
+        train=EVERYTHING_BY_PATCH,
+        rule=rule,
+        learning_rate=0.5,
+        max_change=max_change,
+        max_decoder=max_decoder,
+    )
+    update = LocalUpdate({0: layer}, config)
+    random_gradients(layer, 3)
+    taught = torch.tensor([0, 2])
+    largest = update.step({0: taught})[0]
+    assert largest <= max_change * (1 + 1e-5)
+    assert (layer.decoder[taught].flatten(1).norm(dim=1) <= max_decoder * (1 + 1e-5)).all()
+    changes = [
+        (new - old)[taught].flatten(1)
+        for (name, new), old in zip(layer.named_parameters(), before.parameters(), strict=True)
+        if ROLES[name] in ("gates", "prototypes")  # decoders may also shrink to their cap
+    ]
+    assert (torch.cat(changes, 1).norm(dim=1) <= max_change * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("rule", ["sgd", "adamw"])
+def test_all_or_nothing(rule, bad):
+    """The bad gradient is in the last layer: the first must not have learned either."""
+    layers = {"first": build(), "second": build(seed=1)}
+    update = LocalUpdate(layers, UpdateConfig(train=("decoders", "encoder"), rule=rule))
+    for step in range(3):
+        for layer in layers.values():
+            random_gradients(layer, step)
+        if step == 2:
+            layers["second"].decoder.grad[1, 0, 0] = bad
+        before = [bytes_of(layer, update) for layer in layers.values()]
+        taught = {name: torch.tensor([0, 1]) for name in layers}
+        if step < 2:
+            update.step(taught)
+            continue
+        with pytest.raises(NotFiniteUpdate, match="nothing was changed"):
+            update.step(taught)
+        for layer, old in zip(layers.values(), before, strict=True):
+            assert all(torch.equal(new, old[key]) for key, new in bytes_of(layer, update).items())
+        update.step({"first": torch.tensor([0]), "second": torch.tensor([0])})  # the bad row is not asked for
+
+
+def test_taught_patches():
+    layer = build(patch_dropout=0.5)
+    x = torch.randn(3, 4, 12)
+    x[0, 0, 0] = torch.nan
+    _, stats = layer(x, return_stats=True)
+    used = {int(i) for i, w in zip(stats.indices.flatten(), stats.weights.flatten(), strict=True) if w > 0}
+    assert taught_patches(stats).tolist() == sorted(used)
+    nobody = torch.zeros(3, 4, dtype=torch.bool)
+    assert taught_patches(stats, nobody).tolist() == []
+    one = nobody.clone()
+    one[1, 2] = True
+    kept = stats.indices[1, 2][stats.weights[1, 2] > 0]
+    assert taught_patches(stats, one).tolist() == sorted(kept.tolist())
+
+
+def test_most_specific():
+    here, before = torch.tensor([50, 40, 10, 0]), torch.tensor([900, 0, 10, 90])
+    patches = torch.tensor([0, 1, 2])
+    assert most_specific(patches, here, before, 2).tolist() == [1, 2]
+    assert most_specific(patches, here, before, 3) is patches
+
+
+def test_state_travels():
+    layer, other = build(), build(seed=5)
+    config = UpdateConfig()
+    update, fresh = LocalUpdate({0: layer}, config), LocalUpdate({0: other}, config)
+    random_gradients(layer, 0)
+    update.step({0: torch.tensor([1, 2])})
+    fresh.load_state_dict(update.state_dict())
+    assert all(torch.equal(value, fresh.state_dict()[key]) for key, value in update.state_dict().items())
+    broken = dict(update.state_dict())
+    broken.popitem()
+    with pytest.raises(ValueError, match="nothing was loaded"):
+        fresh.load_state_dict(broken)
+
+
+def test_mistakes():
+    layer = build()
+    with pytest.raises(ValueError, match="no APN layers"):
+        LocalUpdate({}, UpdateConfig())
+    with pytest.raises(ValueError, match=r"unknown roles \['attention'\]"):
+        LocalUpdate({0: layer}, UpdateConfig(train=("attention",)))
+    with pytest.raises(ValueError, match="no parameters with the roles"):
+        LocalUpdate({0: layer}, UpdateConfig(train=("base",)))
+    with pytest.raises(ValueError, match="needs independent decoders"):
+        LocalUpdate({0: build(decoder="shared")}, UpdateConfig(max_decoder=1.0))
+    update = LocalUpdate({0: layer}, UpdateConfig())
+    with pytest.raises(ValueError, match=r"call backward\(\) first"):
+        update.step({0: torch.tensor([0])})
+    random_gradients(layer, 0)
+    with pytest.raises(ValueError, match="must lie in 0 to"):
+        update.step({0: torch.tensor([layer.num_patches])})
+    with pytest.raises(ValueError, match="unknown layers"):
+        update.step({7: torch.tensor([0])})
+    for wrong in (
+        {"max_change": 0.0},
+        {"learning_rate": -1.0},
+        {"train": ()},
+        {"rule": "adam"},
+        {"max_patches": 0},
+    ):
+        with pytest.raises(ValueError):
+            UpdateConfig(**wrong)
+    assert UpdateConfig.from_json(UpdateConfig(train=("gates",)).to_json()) == UpdateConfig(train=("gates",))
