@@ -194,7 +194,6 @@ def test_mistakes():
         {"learning_rate": -1.0},
         {"train": ()},
         {"rule": "adam"},
-        {"max_patches": 0},
     ):
         with pytest.raises(ValueError):
             UpdateConfig(**wrong)
