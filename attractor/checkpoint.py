@@ -43,9 +43,12 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
         fill(partial)
         for path in [*partial.iterdir(), partial]:
             _flush(path)
-        if target.exists():
-            remove_folder(target)
+        replaced = target.with_name(f".replaced-{target.name}")
+        if target.exists():  # it comes back, should we be killed before the next line is done
+            os.rename(target, replaced)
         os.rename(partial, target)
+        if replaced.exists():
+            remove_folder(replaced)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -72,6 +75,10 @@ class Checkpoints:
 
     def __init__(self, run: Path) -> None:
         self.folder = run / "checkpoints"
+        for replaced in self.folder.glob(".replaced-*"):
+            target = self.folder / replaced.name.removeprefix(".replaced-")
+            if not target.exists():
+                os.rename(replaced, target)
 
     def newest(self, kind: str) -> Path | None:
         found = self._steps(kind)
@@ -86,8 +93,9 @@ class Checkpoints:
         write_folder(target, fill)
         for old in self._steps(kind) - {step}:
             remove_folder(self.folder / f"{kind}-{old:08d}")
-        for stale in self.folder.glob(".partial-*"):  # what a killed process left
-            shutil.rmtree(stale, ignore_errors=True)
+        for left in (".partial-*", ".replaced-*"):  # by a killed process
+            for stale in self.folder.glob(left):
+                shutil.rmtree(stale, ignore_errors=True)
         return target
 
     def _steps(self, kind: str) -> set[int]:
@@ -111,6 +119,19 @@ def find_model(path: str | Path) -> Path:
 
 State = dict[str, Any]
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl, without what a kill cut short or somebody else wrote."""
+    records = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
+    return records
 
 
 def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> tuple[State, State]:
@@ -149,7 +170,10 @@ def spread_state(
 
 
 def write_training(folder: Path, tensors: State, progress: dict[str, Any]) -> None:
-    save_file(tensors, folder / "training.safetensors")
+    try:
+        save_file(tensors, folder / "training.safetensors")
+    except SafetensorError as error:
+        raise OSError(f"cannot write {folder}: {error}") from error
     (folder / "training.json").write_text(json.dumps(progress, indent=2))
 
 

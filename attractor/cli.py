@@ -14,8 +14,8 @@ import torch
 import tyro
 
 from attractor import analysis, bench, distributed, ops, presets
-from attractor.checkpoint import find_model
-from attractor.config import RunConfig
+from attractor.checkpoint import find_model, read_metrics
+from attractor.config import RunConfig, check_choice, check_size
 from attractor.corpora import CORPORA, CorpusUnavailable
 from attractor.data import Dataset, prepare
 from attractor.experiments import demo, table1
@@ -89,8 +89,7 @@ class Train:
 
     def run_in(self, world: distributed.World, device: torch.device) -> int:
         out = self.out or Path("runs") / self.preset
-        with world.one_per_machine_first():
-            dataset = _dataset(self.config)
+        dataset = world.one_per_machine_first(lambda: _dataset(self.config))
         model = dataclasses.replace(self.config.model, vocab_size=dataset.tokenizer.vocab_size)
         config = dataclasses.replace(self.config, model=model)
         if self.resume == "never" and world.from_leader((out / "checkpoints").exists):
@@ -173,6 +172,8 @@ class Demo:
     """cpu, cuda, cuda:1, ... (default: the GPU if there is one)."""
 
     def run(self) -> None:
+        check_size("steps", self.steps)
+        distributed.parse_device(self.device)
         dataset = _dataset(presets.tiny_apn())
         with progress_bar(len(demo.MODELS) * self.steps, "demo") as report:
             result = demo.run(self.out, dataset, steps=self.steps, device=self.device, report=report)
@@ -234,7 +235,8 @@ class BenchLayer:
     """Where the JSON goes (default: nowhere)."""
 
     def run(self) -> None:
-        device = _device(self.device)
+        device = distributed.parse_device(self.device)
+        check_size("rounds", self.rounds)
         dtype = self.dtype or ("bfloat16" if device.type == "cuda" else "float32")
         sizes = (
             bench.sweep_sizes() if self.sweep else bench.SIZES if device.type == "cuda" else bench.SIZES[:1]
@@ -254,7 +256,9 @@ class BenchTrain:
     json: Path | None = None
 
     def run(self) -> None:
-        device = _device(self.device)
+        device = distributed.parse_device(self.device)
+        check_size("steps", self.steps)
+        _check_presets(self.presets)
         rows = [bench.measure_train(preset, device, self.steps) for preset in self.presets]
         ratio = rows[1]["step"] / rows[0]["step"]
         print(f"a step of {self.presets[1]} takes {ratio:.3f} of one of {self.presets[0]}")
@@ -271,10 +275,12 @@ class BenchDecode:
     json: Path | None = None
 
     def run(self) -> None:
-        device = _device(self.device)
+        device = distributed.parse_device(self.device)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        _check_presets(self.presets)
         results = []
         for streams in self.streams:
+            check_size("streams", streams)
             dense, apn = (bench.measure_decode(name, streams, device, dtype) for name in self.presets)
             ratios = {kind: apn[kind] / dense[kind] for kind in ("graph", "eager") if kind in dense}
             results.append({"streams": streams, "rows": [dense, apn], "ratios": ratios})
@@ -283,8 +289,9 @@ class BenchDecode:
         _write(self.json, "bench decode", {"dtype": str(dtype)}, results=results)
 
 
-def _device(name: str | None) -> torch.device:
-    return torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+def _check_presets(names: tuple[str, ...]) -> None:
+    for name in names:
+        check_choice("preset", name, tuple(presets.NAMES))
 
 
 def _write(path: Path | None, experiment: str, config: dict[str, Any], **values: Any) -> None:
@@ -304,7 +311,7 @@ def _dataset(config: RunConfig) -> Dataset:
 
 
 def describe_machine() -> str:
-    device = _device(None)
+    device = distributed.parse_device(None)
     name = (
         torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     )
@@ -330,12 +337,10 @@ def model_card(folder: Path) -> str:
     if (folder / "run.json").is_file():
         data = RunConfig.from_json((folder / "run.json").read_text()).data
         lines.append(f"data             {data.source}, {data.tokenizer} tokens")
-    if (run / "metrics.jsonl").is_file():
-        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        evaluations = [(r["val/loss"], r["step"]) for r in records if r.get("val/loss") is not None]
-        if evaluations:
-            loss, step = min(evaluations)
-            lines.append(f"best validation  {math.exp(loss):.4f} perplexity at step {step}")
+    records = read_metrics(run / "metrics.jsonl")
+    if evaluations := [(r["val/loss"], r["step"]) for r in records if r.get("val/loss") is not None]:
+        loss, step = min(evaluations)
+        lines.append(f"best validation  {math.exp(loss):.4f} perplexity at step {step}")
     return "\n".join(lines)
 
 

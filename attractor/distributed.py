@@ -61,7 +61,7 @@ class World:
         if self.is_leader:
             try:
                 answer[0] = make()
-            except (OSError, ValueError) as error:
+            except Exception as error:
                 answer[1] = error
         if self.size > 1:
             dist.broadcast_object_list(answer)
@@ -69,20 +69,39 @@ class World:
             raise answer[1]
         return answer[0]
 
-    @contextmanager
-    def one_per_machine_first(self) -> Iterator[None]:
-        """The first process of each machine goes ahead; the others find its work done."""
-        if self.size > 1 and self.local_rank > 0:
-            dist.barrier()
-        yield
-        if self.size > 1 and self.local_rank == 0:
-            dist.barrier()
+    def one_per_machine_first(self, make: Callable[[], Any]) -> Any:
+        """The first process of each machine goes ahead; the others find its work done, or that it failed."""
+        made, error = None, None
+        if self.local_rank == 0:
+            try:
+                made = make()
+            except Exception as raised:
+                error = raised
+        failed = self.any(error is not None)
+        if error is not None:
+            raise error
+        if failed:
+            raise ValueError("another process failed; its message says why")
+        return made if self.local_rank == 0 else make()
+
+
+def parse_device(name: str | None) -> torch.device:
+    """The device a person named, or the GPU if there is one; what this machine lacks is a ValueError."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device={name!r} is unknown; say cpu, cuda or cuda:1") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device={name!r}: torch sees {torch.cuda.device_count()} GPUs here")
+    return device
 
 
 @contextmanager
 def world(device: str | None = None) -> Iterator[tuple[World, torch.device]]:
     """The processes torchrun started, or this one alone; and the device that is ours."""
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    chosen = parse_device(device)
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         yield World(), chosen
         return

@@ -164,7 +164,10 @@ class GPT(nn.Module):
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f".partial-{os.getpid()}"
         state = self.state_dict() if state is None else state
-        save_file({name: value.contiguous() for name, value in state.items()}, partial)
+        try:
+            save_file({name: value.contiguous() for name, value in state.items()}, partial)
+        except SafetensorError as error:
+            raise OSError(f"cannot write {folder}: {error}") from error
         os.replace(partial, folder / "model.safetensors")
         partial.write_text(self.config.to_json())
         os.replace(partial, folder / "config.json")

@@ -25,7 +25,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attractor import analysis, monitor
-from attractor.checkpoint import Checkpoints, gather_state, read_training, spread_state, write_training
+from attractor.checkpoint import (
+    Checkpoints,
+    gather_state,
+    read_metrics,
+    read_training,
+    spread_state,
+    write_training,
+)
 from attractor.config import RunConfig, TrainConfig
 from attractor.data import Batches, Dataset, windows
 from attractor.distributed import World, average_gradients, spread
@@ -294,14 +301,9 @@ class Trainer:
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "config.json").write_text(self.config.to_json())
         path = self.folder / "metrics.jsonl"
-        kept = []
-        if self.step and path.exists():  # records after the checkpoint belong to a future that did not happen
-            for line in path.read_text().splitlines():
-                try:
-                    if json.loads(line)["step"] <= self.step:
-                        kept.append(line + "\n")
-                except json.JSONDecodeError:
-                    pass  # a line cut short by a kill
+        # records after the checkpoint belong to a future that did not happen
+        records = read_metrics(path) if self.step else []
+        kept = [json.dumps(record) + "\n" for record in records if record["step"] <= self.step]
         partial = path.with_name(".metrics.jsonl")
         partial.write_text("".join(kept))
         os.replace(partial, path)

@@ -118,3 +118,20 @@ def test_table1(text, capsys, monkeypatch):
     assert result["rows"]["apn"]["usage_entropy"] > 0
     assert result["rows"]["dense"]["usage_entropy"] is None
     assert {"commit", "versions", "machine"} <= set(result["provenance"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["bench", "decode", "--device", "banana"], "device='banana' is unknown"),
+        (["bench", "layer", "--device", "cuda:99"], "GPUs here"),
+        (["bench", "layer", "--rounds", "0"], "rounds=0 must be a positive integer"),
+        (["bench", "train", "--presets", "foo", "bar"], "preset='foo' is unknown; allowed: "),
+        (["bench", "train", "--steps", "0"], "steps=0 must be a positive integer"),
+        (["bench", "decode", "--streams", "0", "--device", "cpu"], "streams=0 must be a positive integer"),
+        (["demo", "--steps", "0"], "steps=0 must be a positive integer"),
+    ],
+)
+def test_mistakes_are_messages(arguments, message, capsys):
+    assert run(*arguments) == 1
+    assert message in capsys.readouterr().err

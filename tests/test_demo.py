@@ -14,10 +14,9 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from attractor.checkpoint import find_model
+from attractor.checkpoint import find_model, read_metrics
 from attractor.data import prepare, windows
 from attractor.experiments import demo, report
-from attractor.experiments.result import read_metrics
 from attractor.model import GPT
 
 STEPS = 6
@@ -82,7 +81,9 @@ class Page(HTMLParser):
 
 
 def render(out, result) -> str:
-    return report.render(result, {model: read_metrics(out / model) for model in demo.MODELS})
+    return report.render(
+        result, {model: read_metrics(out / model / "metrics.jsonl") for model in demo.MODELS}
+    )
 
 
 def test_the_report_is_one_whole_page(finished):
@@ -139,7 +140,11 @@ def test_the_table_says_what_the_json_says(finished):
     assert table[4] == pytest.approx([1, speeds[0] / speeds[1], speeds[0] / speeds[1]], abs=0.006)
     assert table[5][:2] == pytest.approx(speeds, abs=1)
     for row, model in ((dense, "dense"), (apn, "apn")):
-        losses = [record["val/loss"] for record in read_metrics(out / model) if "val/loss" in record]
+        losses = [
+            record["val/loss"]
+            for record in read_metrics(out / model / "metrics.jsonl")
+            if "val/loss" in record
+        ]
         assert row["val_loss"] == pytest.approx(min(losses), abs=1e-6)
 
 

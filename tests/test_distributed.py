@@ -132,6 +132,11 @@ def _disagree(world):
     with pytest.raises(ValueError, match="only the leader knows"):
         world.from_leader(_fail)
     assert world.stack(torch.tensor([world.rank])).tolist() == [[0], [1]]
+    assert world.one_per_machine_first(lambda: world.rank) == world.rank
+    with pytest.raises(
+        ValueError, match="only the leader knows" if world.is_leader else "another process failed"
+    ):
+        world.one_per_machine_first(_fail)
 
 
 def _fail():

@@ -5,7 +5,8 @@ import math
 
 import pytest
 import torch
-from test_layer import VARIANTS, build, every_variant, needs_triton
+from test_layer import build, every_variant, needs_triton
+from torch._dynamo.testing import CompileCounter
 
 from attractor import APN, ops
 from attractor.ops import fused, launch
@@ -179,16 +180,63 @@ def test_operators_are_well_behaved():
     torch.library.opcheck(fused._fused_decode_backward, (z, code, U, order, numbers), test_utils=checks)
 
 
-@pytest.mark.parametrize("variant", ["paper", "shared"])
-def test_what_the_kernels_do_not_know_is_an_error(variant):
-    options = VARIANTS.get(variant, {"decoder": "shared"} if variant == "shared" else {})
-    layer = layer_of(**options, backend="triton")
+@pytest.mark.parametrize("options", [{}, {"gate": "scalar"}, {"decoder": "shared"}], ids=str)
+@pytest.mark.parametrize("residual", [True, False])
+def test_second_derivatives(options, residual):
+    """Also where the upstream gradient depends on nothing: there an error that is only a node gets lost."""
+    layer = layer_of(**options)
     x = tokens_of(layer, 4).requires_grad_()
-    (gradient,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        gradient.sum().backward()
+    results = []
+    for layer.backend in ("reference", "triton"):
+        y = layer(x)
+        value = (x + y).square().sum() if residual else y.sum() + x.pow(3).sum()
+        (first,) = torch.autograd.grad(value, x, create_graph=True)
+        results.append(torch.autograd.grad(first.square().sum(), [x, *layer.parameters()], allow_unused=True))
+    for got, wanted in zip(*results, strict=True):
+        if wanted is not None:
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_forward_mode_is_an_error():
+    layer = layer_of(backend="triton")
+    x = tokens_of(layer, 4)
     with torch.autograd.forward_ad.dual_level(), pytest.raises((RuntimeError, NotImplementedError)):
-        layer(torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x)))
+        layer(torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("broken", [slice(None), slice(1, 2)], ids=["all", "one"])
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # by the interpreter's NumPy
+def test_broken_prototypes_show(bad, broken, gradients):
+    """A diverged router must end in NaN, as in the reference, not in memory it does not own."""
+    layer = layer_of(dim=16, num_patches=7, top_k=2, backend="triton")
+    with torch.no_grad():
+        layer.prototypes[broken] = bad
+    with torch.set_grad_enabled(gradients):
+        assert layer(tokens_of(layer, 80 if gradients else 3)).isnan().all()
+
+
+@pytest.mark.parametrize("size", [1e-12, 1e-18, 1e-20])
+def test_tiny_tokens_have_finite_gradients(size):
+    layer = layer_of(dim=16, num_patches=7, top_k=2)
+    x = size * tokens_of(layer, 20)
+    results = []
+    for layer.backend in ("reference", "triton"):
+        tokens = x.clone().requires_grad_()
+        results.append(torch.autograd.grad(layer(tokens).sum(), tokens)[0])
+    assert results[1].isfinite().all()
+    torch.testing.assert_close(results[1], results[0], rtol=1e-3, atol=1e-3 * float(results[0].abs().max()))
+
+
+def test_few_graphs_for_many_sizes():
+    torch._dynamo.reset()
+    graphs = CompileCounter()
+    layer = layer_of(dim=16, num_patches=9, top_k=3, backend="triton")
+    compiled = torch.compile(layer, backend=graphs, dynamic=True, fullgraph=True)
+    for count in (70, 75, 80, 91, 110, 133, 150, 170):
+        compiled(tokens_of(layer, count)).sum().backward()
+    assert graphs.frame_count <= 3
 
 
 def test_auto_takes_the_kernels_on_a_gpu():
@@ -251,6 +299,15 @@ class TestOnGPU:
             rounded = layer.bfloat16()(x.bfloat16(), return_stats=True)[1].indices
         assert (got == wanted).all(-1).float().mean() > 0.999
         assert (rounded == wanted).all(-1).float().mean() < 0.99
+
+    def test_half_precision_tokens_under_autocast(self):
+        """What nn.Sequential(nn.Linear, APN) gives a float32 layer."""
+        layer = layer_of(dim=64, num_patches=20, top_k=4, rank=16)
+        x = tokens_of(layer, 300).bfloat16()
+        with torch.autocast("cuda", torch.bfloat16):
+            update = layer(x)
+            layer.backend = "reference"
+            torch.testing.assert_close(update, layer(x), rtol=2e-2, atol=2e-2)
 
     def test_many_patches_need_little_memory(self):
         layer = layer_of(torch.bfloat16, dim=64, num_patches=65536, top_k=4, rank=16)

@@ -1,5 +1,7 @@
 """The CPU backend alone: ties, few tokens, uneven routing, threads, and what it must refuse."""
 
+import threading
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -197,3 +199,26 @@ def test_gradients_of_tokens_whose_squares_underflow(size):
     x[2] *= size
     gradients = torch.autograd.grad(layer(x.requires_grad_()).sum(), [x, *layer.parameters()])
     assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+def test_threads_are_not_lost():
+    """Many threads at once, each with small passes: none may leave the process with fewer threads."""
+    layer = APN(16, num_patches=8, top_k=2, rank=4)
+    x = torch.randn(4, 16)
+    before = torch.get_num_threads()
+    seen = []
+
+    def work():
+        with torch.no_grad():
+            for _ in range(30):
+                layer(x)
+        layer(x).sum().backward()
+        seen.append(torch.get_num_threads())
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.get_num_threads() == before
+    assert len(set(seen)) == 1

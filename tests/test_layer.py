@@ -12,6 +12,7 @@ from safetensors.torch import load, save
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from attractor import APN, APNConfig, warmup_factor
 from attractor.layer import ROLES
@@ -225,6 +226,15 @@ def test_every_parameter_has_a_role(variant):
     assert layer.prototypes in set(layer.router_parameters())
     with pytest.raises(ValueError, match=r"unknown roles \['attention'\]"):
         layer.parameters_of("attention")
+
+
+@every_backend
+def test_activation_checkpointing(backend):
+    layer = build(backend=backend)
+    x = torch.randn(5, 12, requires_grad=True)
+    plain = torch.autograd.grad(layer(x).square().sum(), [x, *layer.parameters()])
+    recomputed = checkpoint(layer, x, use_reentrant=False).square().sum()
+    torch.testing.assert_close(torch.autograd.grad(recomputed, [x, *layer.parameters()]), plain)
 
 
 @every_variant

@@ -319,3 +319,36 @@ def test_mistakes_are_caught_before_work_starts(dataset, tmp_path):
         checkpoint.find_model(tmp_path / "nothing")
     assert not Trainer(config_for(dataset), dataset, tmp_path / "new").resume()
     assert math.isinf(Trainer(config_for(dataset), dataset, tmp_path / "new").best_loss)
+
+
+def test_a_kill_while_replacing_a_checkpoint_loses_nothing(tmp_path, monkeypatch):
+    checkpoints = checkpoint.Checkpoints(tmp_path)
+    checkpoints.save("best", 6, lambda folder: (folder / "a").write_text("old"))
+    renames = []
+
+    def killed(old, new):
+        renames.append(new)
+        if len(renames) == 2:  # the old one has stepped aside, the new one is not there yet
+            raise KeyboardInterrupt
+        return os_rename(old, new)
+
+    os_rename = os.rename
+    monkeypatch.setattr(checkpoint.os, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.save("best", 6, lambda folder: (folder / "a").write_text("new"))
+    monkeypatch.undo()
+    newest = checkpoint.Checkpoints(tmp_path).newest("best")
+    assert (newest / "a").read_text() == "old"
+
+
+def test_strange_metrics_do_not_stop_a_run(dataset, tmp_path):
+    config = config_for(dataset, max_steps=3)
+    Trainer(config, dataset, tmp_path).run()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"no": "step"}\n[1]\n{"step": 2, "cut')
+    longer = Trainer(config_for(dataset, max_steps=6), dataset, tmp_path)
+    assert longer.resume()
+    longer.run()
+    steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps)
+    assert steps[-1] == 6

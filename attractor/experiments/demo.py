@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from attractor import monitor, presets
-from attractor.checkpoint import find_model
+from attractor.checkpoint import find_model, read_metrics
 from attractor.config import RunConfig
 from attractor.data import Dataset, windows
 from attractor.experiments.report import TITLES, comparison, render, specialists, verdict
-from attractor.experiments.result import read_metrics, write_result
+from attractor.experiments.result import write_result
 from attractor.experiments.table1 import train_and_measure
 from attractor.generate import generate
 from attractor.model import GPT
@@ -82,7 +82,7 @@ def run(
     }
     write_result(out / "demo.json", values)
     result = json.loads((out / "demo.json").read_text())
-    page = render(result, {model: read_metrics(out / model) for model in MODELS})
+    page = render(result, {model: read_metrics(out / model / "metrics.jsonl") for model in MODELS})
     (out / "report.html").write_text(page, encoding="utf-8")
     return result
 

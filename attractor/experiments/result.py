@@ -45,8 +45,3 @@ def write_result(path: Path, values: dict[str, Any]) -> None:
     partial = path.with_name(f".partial-{path.name}")
     partial.write_text(json.dumps({**values, "provenance": provenance()}, indent=2) + "\n")
     os.replace(partial, path)
-
-
-def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """The records a finished run left in its metrics.jsonl."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -39,6 +39,16 @@ def why_not(device_type: str, dtype: torch.dtype) -> str | None:
     return None
 
 
+def _on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton launches on the current device, whatever device its tensors are on."""
+
+    def guarded(first: Tensor, *rest: Any) -> Any:
+        with torch.cuda.device(first.device):
+            return run(first, *rest)
+
+    return guarded
+
+
 def _operator(run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     """`run` as an operator that torch.compile calls and does not look into.
 
@@ -47,7 +57,8 @@ def _operator(run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[...
     """
     name = f"attractor::{run.__name__}"
     torch.library.define(name, torch.library.infer_schema(run, mutates_args=()))
-    torch.library.impl(name, ("cuda", "cpu"), run)
+    torch.library.impl(name, "cpu", run)
+    torch.library.impl(name, "cuda", _on_its_device(run))
     torch.library.register_fake(name, fake)
     return getattr(torch.ops.attractor, run.__name__).default
 
@@ -81,8 +92,9 @@ def fused(
         )
         return update_nd, *outputs[1:]
     histogram = launch.empty_histogram(shape, device)
-    float32 = z_nd.dtype == torch.float32
-    split = float32 and (dtype != torch.float32 or torch.get_float32_matmul_precision() != "highest")
+    float32 = torch.float32 in (z_nd.dtype, P_Kd.dtype)
+    exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    split = float32 and not (exact and z_nd.dtype == P_Kd.dtype)
     blocks = shape.blocks("route") | (
         {"BD": min(32, launch.power(d, 16)), "num_stages": 2} if float32 else {}
     )
@@ -170,7 +182,7 @@ _fused_backward = _operator(fused_backward, _fake_fused_backward)
 
 
 class _Fused(torch.autograd.Function):
-    """First derivatives in reverse mode; anything else is an error, never a silent zero."""
+    """Reverse mode to any order, beyond the first by the reference; forward mode is an error."""
 
     @staticmethod
     def forward(
@@ -182,21 +194,31 @@ class _Fused(torch.autograd.Function):
             z, P, V, a, b, U, keep, top_k, temperature, scale, cosine, dtype, backward
         )
         if backward:
-            ctx.save_for_backward(z, P, V, a, b, U, idx, w, *rest)
-        ctx.options = (temperature, scale, cosine)
+            ctx.save_for_backward(z, P, V, a, b, U, keep, idx, w, *rest)
+        ctx.options = (top_k, temperature, scale, cosine)
         ctx.mark_non_differentiable(idx)
         ctx.set_materialize_grads(False)
         return update, idx, w, confidence
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor | None, _: None, grad_w: Tensor | None, grad_c: Tensor | None) -> Any:
         saved = ctx.saved_tensors
         z, a, U = saved[0], saved[3], saved[5]
+        top_k, temperature, scale, cosine = ctx.options
+        if _wants_graph():
+            if z.dtype != U.dtype:
+                raise RuntimeError('second derivatives under autocast need backend="reference"')
+            grads = reference.differentiable_backward(
+                saved[:7], (grad, None, grad_w, grad_c), top_k=top_k, temperature=temperature, scale=scale,
+                routing="cosine" if cosine else "dot",
+            )  # fmt: skip
+            return *grads, *[None] * 6
         if grad is None:  # only the weights or the confidence were used
             grad = torch.zeros(z.shape, dtype=U.dtype, device=z.device)
         extra = (None if x is None else x.contiguous() for x in (grad_w, grad_c))
-        dz, dV, dU, dP, db, *da = _fused_backward(grad.contiguous(), *extra, *saved, *ctx.options)
+        dz, dV, dU, dP, db, *da = _fused_backward(
+            grad.contiguous(), *extra, *saved[:6], *saved[7:], temperature, scale, cosine
+        )
         return dz, dP, dV, da[0] if a is not None else None, db, dU, *[None] * 7
 
 
@@ -259,13 +281,21 @@ class _FusedDecode(torch.autograd.Function):
     def forward(ctx: Any, code_nkq: Tensor, U_Kqd: Tensor, idx_nk: Tensor, backward: bool) -> Tensor:
         update_nd, order, numbers = _fused_decode(code_nkq, U_Kqd, idx_nk, backward)
         if backward:
-            ctx.save_for_backward(code_nkq, U_Kqd, order, numbers)
+            ctx.save_for_backward(code_nkq, U_Kqd, idx_nk, order, numbers)
         return update_nd
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_nd: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        return *_fused_decode_backward(grad_nd.contiguous(), *ctx.saved_tensors), None, None
+        code_nkq, U_Kqd, idx_nk, order, numbers = ctx.saved_tensors
+        if _wants_graph():
+            return *reference.decode_backward(grad_nd, code_nkq, U_Kqd, idx_nk.long()), None, None
+        grads = _fused_decode_backward(grad_nd.contiguous(), code_nkq, U_Kqd, order, numbers)
+        return *grads, None, None
+
+
+def _wants_graph() -> bool:
+    """create_graph=True: our gradients will be differentiated, which the kernels cannot do."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 def decode(code_nkq: Tensor, U_Kqd: Tensor, idx_nk: Tensor) -> Tensor:

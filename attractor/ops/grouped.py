@@ -12,6 +12,7 @@ Shape suffixes as in reference.py; p = n * k pairs, in the order of their patche
 """
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -54,6 +55,11 @@ def inverse(order_p: Tensor) -> Tensor:
     return torch.empty_like(order_p).scatter_(0, order_p, torch.arange(len(order_p)))
 
 
+def may_set_threads() -> bool:
+    """The number of threads is the process's: only the main thread can change it and put it back."""
+    return threading.current_thread() is threading.main_thread()
+
+
 @contextmanager
 def one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
@@ -69,6 +75,10 @@ def share_out(work: Callable[[Any], None], pieces: Sequence[Any]) -> None:
 
     The threads live for one call: a pool that stays would be dead in the children of a fork.
     """
+    if not may_set_threads():
+        for piece in pieces:
+            work(piece)
+        return
     threads = torch.get_num_threads()
     inference = torch.is_inference_mode_enabled()
 
@@ -212,23 +222,11 @@ class _Patches(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        inputs, saved = ctx.saved_tensors[:7], _Saved(*ctx.saved_tensors[7:])
+        tensors = ctx.saved_tensors  # once: activation checkpointing computes them when asked
+        inputs, saved = tensors[:7], _Saved(*tensors[7:])
         if torch.is_grad_enabled():  # create_graph=True: differentiate us
-            return None, *differentiable_backward(inputs, grads, **ctx.options)
+            return None, *reference.differentiable_backward(inputs, grads, **ctx.options)
         return None, *backward(inputs, saved, grads, **ctx.options)
-
-
-def differentiable_backward(
-    inputs: Sequence[Tensor | None], grads: Sequence[Tensor | None], **options: Any
-) -> tuple[Tensor | None, ...]:
-    # Fresh views: if one input was computed from another, only the direct derivative is ours.
-    direct: list[Any] = [None if x is None else x.view_as(x) for x in inputs]
-    output = reference.apn(*direct[:6], keep_nk=direct[6], **options)
-    used = [(y, grad) for y, grad in zip(output, grads, strict=True) if grad is not None]
-    wanted = [x for x in direct if x is not None and x.requires_grad]
-    outputs, output_grads = zip(*used, strict=True)
-    found = iter(torch.autograd.grad(outputs, wanted, output_grads, create_graph=True, allow_unused=True))
-    return tuple(next(found) if x is not None and x.requires_grad else None for x in direct)
 
 
 def backward(
@@ -324,9 +322,7 @@ class _GroupedDecode(torch.autograd.Function):
     def backward(ctx: Any, grad_nd: Tensor) -> tuple[Tensor, Tensor, None]:
         code_nkq, U_Kqd, idx_nk = ctx.saved_tensors
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True, as above
-            grad_code_nkq = torch.einsum("nd,nkqd->nkq", grad_nd, U_Kqd[idx_nk])
-            grad_U_pqd = torch.einsum("nd,nkq->nkqd", grad_nd, code_nkq).flatten(0, 1)
-            return grad_code_nkq, torch.zeros_like(U_Kqd).index_add(0, idx_nk.flatten(), grad_U_pqd), None
+            return *reference.decode_backward(grad_nd, code_nkq, U_Kqd, idx_nk), None
         return *grouped_decode_backward(grad_nd.contiguous(), code_nkq, U_Kqd, idx_nk), None
 
 
@@ -359,7 +355,8 @@ def apn(
     if wanted or forward_mode:
         return APNOutput(*_Patches.apply(options, *tensors, keep_nk))
     multiply_adds = z_nd.numel() * (len(P_Km) + V_dr.shape[1] * (top_k + 1))
-    with one_thread() if multiply_adds < 2**24 else nullcontext():  # to wake another one takes longer
+    small = multiply_adds < 2**24 and may_set_threads()
+    with one_thread() if small else nullcontext():  # to wake another one takes longer
         return forward(*tensors, keep_nk, **options)[0]
 
 

@@ -6,13 +6,23 @@ import torch
 from torch import Tensor
 
 SEGMENT = 512
+"""Pairs of one patch that one program adds up for the patch's gradients."""
 CHUNK = 64
+"""Pairs that one program of the counting sort places."""
 
 
 def triton_type(dtype: torch.dtype) -> Any:
     import triton.language as tl
 
     return {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dtype]
+
+
+def little_shared_memory() -> bool:
+    """Fewer than the 160 KB a block that A100, H100 and later have: then tiles wait in shorter queues."""
+    if not torch.cuda.is_available():
+        return False
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return properties.shared_memory_per_block_optin < 160_000  # type: ignore[attr-defined]
 
 
 def power(number: int, least: int = 1) -> int:
@@ -32,7 +42,8 @@ class Shape(NamedTuple):
     @property
     def tile(self) -> int:
         """Pairs in a tile: about what a patch has, so that tiles are full."""
-        return min(64, power(max(16, self.n * self.k // self.K)))
+        pairs = self.n * self.k // self.K
+        return 16 if pairs <= 16 else 32 if pairs <= 32 else 64  # so that torch.compile needs few guards
 
     @property
     def most_tiles(self) -> int:
@@ -71,6 +82,8 @@ class Shape(NamedTuple):
             "encoder_backward": {"BN": 128, "BD": 64, "num_warps": 4, "num_stages": 3},
             "sum_parts": {"BD": 128, "BT": 16, "num_warps": 4},
         }[kernel]  # fmt: skip
+        if "num_stages" in chosen and little_shared_memory():
+            chosen = chosen | {"num_stages": 2}
         return chosen | {"BD": min(chosen["BD"], power(self.d, 16))} if "BD" in chosen else chosen
 
 

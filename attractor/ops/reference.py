@@ -8,9 +8,9 @@ are no offsets), g routing groups, m routing channels (d, or
 fewer with contextual prototypes; in a grouped tensor, the channels of one group).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -77,6 +77,15 @@ def gathered_decode(code_nkq: Tensor, U_Kqd: Tensor, idx_nk: Tensor) -> Tensor:
     return torch.einsum("nkq,nkqd->nd", code_nkq, rows(U_Kqd, idx_nk))
 
 
+def decode_backward(
+    grad_nd: Tensor, code_nkq: Tensor, U_Kqd: Tensor, idx_nk: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `gathered_decode` that can be differentiated again."""
+    grad_code_nkq = torch.einsum("nd,nkqd->nkq", grad_nd, U_Kqd[idx_nk])
+    grad_U_pqd = torch.einsum("nd,nkq->nkqd", grad_nd, code_nkq).flatten(0, 1)
+    return grad_code_nkq, torch.zeros_like(U_Kqd).index_add(0, idx_nk.flatten(), grad_U_pqd)
+
+
 def apn(
     z_nd: Tensor,  # tokens, layer-normalised by the block or by the layer
     P_Km: Tensor,  # prototypes
@@ -124,6 +133,20 @@ def apn(
         weights=w_nk.masked_fill(~finite_n1, 0),
         confidence=confidence_n.masked_fill(~finite_n1.squeeze(1), torch.nan),
     )
+
+
+def differentiable_backward(
+    inputs: Sequence[Tensor | None], grads: Sequence[Tensor | None], **options: Any
+) -> tuple[Tensor | None, ...]:
+    """Gradients of `apn` that can be differentiated again, for backends whose own cannot."""
+    # Fresh views: if one input was computed from another, only the direct derivative is ours.
+    direct: list[Any] = [None if x is None else x.view_as(x) for x in inputs]
+    output = apn(*direct[:6], keep_nk=direct[6], **options)
+    used = [(y, grad) for y, grad in zip(output, grads, strict=True) if grad is not None]
+    wanted = [x for x in direct if x is not None and x.requires_grad]
+    outputs, output_grads = zip(*used, strict=True)
+    found = iter(torch.autograd.grad(outputs, wanted, output_grads, create_graph=True, allow_unused=True))
+    return tuple(next(found) if x is not None and x.requires_grad else None for x in direct)
 
 
 def balance_loss(

@@ -89,7 +89,7 @@ def token_backward(
     factor = length * inverse_tau if COSINE else tl.zeros((BN,), tl.float32) + inverse_tau
     tl.store(grad_s + pairs, ds, mask=is_pair)
     tl.store(coefficient + pairs, ds * factor[:, None], mask=is_pair)
-    radial = tl.sum(ds * tl.load(s + pairs, mask=is_pair, other=0.0), 1) * length * length
+    radial = tl.sum(ds * tl.load(s + pairs, mask=is_pair, other=0.0), 1) * length
 
     du = tl.zeros((BN, R_P), tl.float32)
     here = routed[:, None] & (code < R)[None, :]
@@ -115,7 +115,7 @@ def token_backward(
             dz += amount[:, None] * P_rows.to(tl.float32)
         if COSINE:
             z_tile = tl.load(z + rows[:, None] * D + cols, mask=inside, other=0.0)
-            dz -= radial[:, None] * z_tile.to(tl.float32)
+            dz -= radial[:, None] * z_tile.to(tl.float32) * length[:, None]  # length squared may overflow
         dz = tl.where(routed[:, None], dz, 0.0)
         in_row = is_row & (cols < D)[None, :]
         tl.store(grad_z + rows[:, None] * D + cols, dz.to(grad_z.dtype.element_ty), mask=in_row)

@@ -3,9 +3,11 @@
 import triton
 import triton.language as tl
 
-CHUNK = tl.constexpr(64)
+from attractor.ops import launch
+
+CHUNK = tl.constexpr(launch.CHUNK)
 """Pairs that one program of the counting sort places."""
-SEGMENT = tl.constexpr(512)
+SEGMENT = tl.constexpr(launch.SEGMENT)
 """Pairs of one patch that one program adds up for the patch's gradients."""
 
 # A plan is one tensor of whole numbers. For each patch: how many pairs it has, and where its pairs, tiles,
@@ -140,6 +142,7 @@ def route(
         if tl.program_id(0) == 0:
             tl.store(inverse_p + patches, length_p, mask=patches < K)
         acc = tl.where(finite[:, None], acc * length_p[None, :] * factor[:, None], 0.0)
+        acc = tl.where(acc == acc, acc, float("inf"))  # a broken prototype is chosen, and its NaN shows
         acc = tl.where((patches < K)[None, :], acc, float("-inf"))
         best, best_patch = keep_best(acc, best, best_patch, first, k, k_P, BK)
 
