@@ -134,20 +134,25 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return records
 
 
-def gather_state(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> tuple[State, State]:
-    """The model's tensors, and those of the optimizer and the random generators: whole, in the leader."""
+def gather_model(model: nn.Module) -> State:
+    """The model's tensors: whole, in the leader."""
+    return get_model_state_dict(model, options=WHOLE)
+
+
+def gather_training(model: nn.Module, optimizer: torch.optim.Optimizer, world: World) -> State:
+    """The tensors of the optimizer and of the random generators: whole, in the leader."""
     moments: State = get_optimizer_state_dict(model, optimizer, options=WHOLE).get("state", {})  # type: ignore[assignment]
     training = {f"optimizer.{name}.{key}": value for name in moments for key, value in moments[name].items()}
     training["random.cpu"] = world.stack(torch.get_rng_state())
     if torch.cuda.is_available():
         training["random.cuda"] = world.stack(torch.cuda.get_rng_state())
-    return get_model_state_dict(model, options=WHOLE), training
+    return training
 
 
 def spread_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, world: World, state: State, training: State
 ) -> None:
-    """Undo `gather_state` in place, with any number of processes; only what the leader gives counts."""
+    """Undo both in place, with any number of processes; only what the leader gives counts."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=world.size > 1)
     random = world.from_leader(lambda: {k: v for k, v in training.items() if k.startswith("random.")})
     moments: State = {}

@@ -27,7 +27,8 @@ from torch.nn import functional as F
 from attractor import analysis, monitor
 from attractor.checkpoint import (
     Checkpoints,
-    gather_state,
+    gather_model,
+    gather_training,
     read_metrics,
     read_training,
     spread_state,
@@ -174,7 +175,8 @@ class Trainer:
         return True
 
     def save(self, kind: str) -> Path:
-        state, training = gather_state(self.model, self.optimizer, self.world)
+        state = gather_model(self.model)
+        training = gather_training(self.model, self.optimizer, self.world) if kind == "last" else {}
 
         def fill(folder: Path) -> None:
             self.model.save_pretrained(folder, state=state)

@@ -22,7 +22,9 @@ def little_shared_memory() -> bool:
     if not torch.cuda.is_available():
         return False
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return properties.shared_memory_per_block_optin < 160_000  # type: ignore[attr-defined]
+    # not every build of torch tells the larger figure
+    most = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    return most < 160_000
 
 
 def power(number: int, least: int = 1) -> int:
