@@ -10,6 +10,8 @@ CHUNK = tl.constexpr(launch.CHUNK)
 SEGMENT = tl.constexpr(launch.SEGMENT)
 """Pairs of one patch that one program adds up for the patch's gradients."""
 
+LEAST = tl.constexpr(-3.4e38)
+
 # A plan is one tensor of whole numbers. For each patch: how many pairs it has, and where its pairs, tiles,
 # segments and parts start; then the number of tiles and of segments, and whose each segment and each tile is.
 TOTALS, PAIRS, TILES, SEGMENTS, PARTS, COUNTS = (tl.constexpr(number) for number in range(6))
@@ -33,14 +35,19 @@ def split_dot(a, b, c):
 @triton.jit
 def inverse_length(squared):
     """1 / |x|, and 0 for the zero vector: Norm(0) = 0."""
-    return tl.where(squared > 0, tl.rsqrt(tl.where(squared > 0, squared, 1.0)), 0.0)
+    # a GPU's rsqrt takes subnormal numbers for zero: lift them by 2^64 first
+    tiny = squared < 1e-30
+    lifted = tl.where(tiny, squared * 18446744073709551616.0, squared)
+    inverse = tl.rsqrt(tl.where(lifted > 0, lifted, 1.0)) * tl.where(tiny, 4294967296.0, 1.0)
+    return tl.where(lifted > 0, inverse, 0.0)
 
 
 @triton.jit
 def scores(z_tile, P_tile, acc, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
     if SPLIT:
         return split_dot(z_tile.to(tl.float32), P_tile.to(tl.float32), acc)
-    return dot(z_tile, P_tile, acc, PRECISION)
+    else:  # not compiled then: the two may differ in type
+        return dot(z_tile, P_tile, acc, PRECISION)
 
 
 @triton.jit
@@ -143,6 +150,7 @@ def route(
             tl.store(inverse_p + patches, length_p, mask=patches < K)
         acc = tl.where(finite[:, None], acc * length_p[None, :] * factor[:, None], 0.0)
         acc = tl.where(acc == acc, acc, float("inf"))  # a broken prototype is chosen, and its NaN shows
+        acc = tl.where(acc > LEAST, acc, LEAST)  # every patch beats an empty slot
         acc = tl.where((patches < K)[None, :], acc, float("-inf"))
         best, best_patch = keep_best(acc, best, best_patch, first, k, k_P, BK)
 
@@ -318,6 +326,7 @@ def few_scores(
         squared = tl.sum(z_row * z_row, 0)
         if COSINE:
             out *= inverse_length(squared)
+        out = tl.where(out < LEAST, LEAST, out)  # every patch beats an empty slot
         out = tl.where(squared < float("inf"), out, float("nan"))
         tl.store(scores + row * K + number, out, mask=number < K)
     else:
