@@ -15,9 +15,10 @@ from attractor.version import __version__
 
 def provenance() -> dict[str, Any]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    given = os.environ.get("ATTRACTOR_COMMIT")  # by who runs a copy of the code without its history
     return {
-        "commit": os.environ.get("ATTRACTOR_COMMIT") or _git("rev-parse", "HEAD") or "unknown",
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "commit": given or _git("rev-parse", "HEAD") or "unknown",
+        "uncommitted_changes": not given and bool(_git("status", "--porcelain", "--untracked-files=no")),
         "versions": {
             "attractor": __version__, "torch": torch.__version__, "numpy": numpy.__version__,
             "python": platform.python_version(),
