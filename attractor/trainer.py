@@ -14,7 +14,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -35,8 +35,9 @@ from attractor.checkpoint import (
     write_training,
 )
 from attractor.config import RunConfig, TrainConfig
-from attractor.data import Batches, Dataset, windows
+from attractor.data import Batches, Dataset
 from attractor.distributed import World, average_gradients, spread
+from attractor.evaluate import autocast, evaluate, perplexity
 from attractor.layer import APN, ROLES, warmup_factor
 from attractor.model import GPT
 
@@ -339,45 +340,6 @@ def number(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def perplexity(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
-
-
-@torch.no_grad()
-def evaluate(
-    model: GPT,
-    tokens: np.ndarray,
-    *,
-    batch_size: int = 64,
-    autocast: Callable[[], AbstractContextManager] = nullcontext,
-    world: World | None = None,
-) -> float:
-    """Mean loss in nats per token over all of `tokens`, in contiguous windows of the model's context.
-
-    Every token but the first is predicted exactly once: no sampling, so two evaluations agree. The processes
-    of `world` share the windows of each batch.
-    """
-    world = world or World()
-    was_training = model.training
-    model.eval()
-    device = model.embedding.weight.device
-    total, count = 0.0, 0
-    for inputs, targets, number in windows(tokens, model.config.context, batch_size):
-        mine = slice(world.rank, None, world.size) if len(inputs) > world.rank else slice(0, 1)
-        with autocast():
-            logits = model(inputs[mine].to(device))
-        losses = F.cross_entropy(
-            logits.flatten(0, 1).float(), targets[mine].to(device).flatten(), reduction="sum"
-        )
-        if (
-            len(inputs) > world.rank
-        ):  # else there is no window left for us, and we only keep the others company
-            total += float(losses.double())
-        count += number
-    model.train(was_training)
-    return float(world.sum(torch.tensor(total, dtype=torch.float64))) / count
-
-
 def make_optimizer(model: nn.Module, train: TrainConfig, *, fused: bool = False) -> torch.optim.AdamW:
     """AdamW that decays matrices; norms, biases, gates and prototypes have no reason to shrink."""
     undecayed = {parameter for parameter in model.parameters() if parameter.dim() < 2}
@@ -400,13 +362,6 @@ def learning_rate(train: TrainConfig, step: int) -> float:
     done = (step - train.warmup_steps) / max(1, train.max_steps - train.warmup_steps)
     height = 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
     return train.min_learning_rate + height * (train.learning_rate - train.min_learning_rate)
-
-
-def autocast(device: torch.device, precision: str) -> AbstractContextManager:
-    use_bfloat16 = precision == "bfloat16" or (
-        precision == "auto" and device.type == "cuda" and torch.cuda.is_bf16_supported()
-    )
-    return torch.autocast(device.type, torch.bfloat16, enabled=use_bfloat16)
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -20,9 +20,10 @@ from safetensors.torch import load_file
 from attractor import checkpoint
 from attractor.config import APNConfig, GPTConfig, RunConfig, TrainConfig
 from attractor.data import prepare, windows
+from attractor.evaluate import evaluate
 from attractor.layer import APN
 from attractor.model import GPT
-from attractor.trainer import NotFiniteLoss, evaluate, learning_rate, make_optimizer
+from attractor.trainer import NotFiniteLoss, learning_rate, make_optimizer
 from attractor.trainer import Trainer as AnyTrainer
 
 Trainer = partial(AnyTrainer, device="cpu")  # bits are promised there, and these tests run everywhere

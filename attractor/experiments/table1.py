@@ -18,9 +18,10 @@ from attractor import analysis, presets
 from attractor.checkpoint import find_model, read_metrics
 from attractor.config import RunConfig
 from attractor.data import Batches, Dataset
+from attractor.evaluate import evaluate
 from attractor.experiments.result import write_result
 from attractor.model import GPT
-from attractor.trainer import Trainer, evaluate
+from attractor.trainer import Trainer
 
 PAPER = {
     "dense": {"val_ppl": 4.32, "parameters": 10.65e6, "minutes": 7.4, "mfu": 0.067},
