@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attractor.layer import APN, LOCAL_ROLES, PATCH_ROLES, ROLES, check_roles
 from attractor.model import GPT
+from attractor.moe import MoE
 
 
 def parameter_counts(layer: APN) -> dict[str, int]:
@@ -28,8 +29,14 @@ def parameter_counts(layer: APN) -> dict[str, int]:
     return {**counts, "total": total, "active": total - idle}
 
 
-def multiply_adds(layer: APN) -> dict[str, int]:
-    """Multiply-adds of the matrix products for one token; elementwise work (gates, softmax) is left out."""
+def multiply_adds(layer: APN | MoE) -> dict[str, int]:
+    """Multiply-adds of the matrix products for one token; elementwise work (gates, softmax) is left out.
+
+    So is the noise of an MoE's router, which only training draws. A token that Switch drops counts in full.
+    """
+    if isinstance(layer, MoE):
+        experts = layer.config.top_k * 2 * layer.dim * layer.hidden
+        return {"router": layer.router.numel(), "experts": experts, "total": layer.router.numel() + experts}
     k, (d, r) = layer.config.top_k, layer.encoder.shape
     counts = {"router": layer.prototypes.numel(), "encoder": d * r}
     if layer.router_projection is not None:
@@ -51,8 +58,8 @@ def model_multiply_adds(model: GPT) -> int:
     """Multiply-adds of a forward pass per token of a full context; attention over the causal half of it."""
     config = model.config
     ffns = sum(
-        multiply_adds(block.ffn)["total"] if isinstance(block.ffn, APN) else dense_multiply_adds(config.dim)
-        for block in model.blocks
+        multiply_adds(ffn)["total"] if isinstance(ffn, APN | MoE) else dense_multiply_adds(config.dim)
+        for ffn in (block.ffn for block in model.blocks)
     )
     attention = config.num_layers * (4 * config.dim**2 + config.context * config.dim)
     return ffns + attention + config.vocab_size * config.dim

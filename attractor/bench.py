@@ -23,10 +23,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attractor import analysis, ops, presets, tokenizer
-from attractor.config import GPTConfig
+from attractor.config import GPTConfig, MoEConfig
 from attractor.data import Dataset
 from attractor.layer import APN
 from attractor.model import GPT, MLP, KVCache
+from attractor.moe import MoE
 from attractor.trainer import Trainer
 
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 4e-3, torch.float32: 1e-5}
@@ -70,28 +71,11 @@ class Adapter(nn.Module):
         return self.up(F.gelu(self.down(x)))
 
 
-class MoE(nn.Module):
+def make_moe(size: Size, experts: int = 8) -> MoE:
     """The usual mixture: the top 2 of 8 dense experts with the parameters of the APN layer in all."""
-
-    def __init__(self, size: Size, experts: int = 8) -> None:
-        super().__init__()
-        parameters = size.num_patches * (size.dim + 2 * size.rank + size.rank * size.dim)
-        hidden = max(
-            16, parameters // (2 * size.dim * experts) // 16 * 16
-        )  # grouped_mm wants 16-byte strides
-        self.router = nn.Linear(size.dim, experts, bias=False)
-        self.up = nn.Parameter(torch.randn(experts, size.dim, hidden) * 0.02)
-        self.down = nn.Parameter(torch.randn(experts, hidden, size.dim) * 0.02)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, chosen = self.router(x).softmax(-1).topk(2)
-        ordered, order = chosen.flatten().sort(stable=True)
-        experts = torch.arange(len(self.up), device=x.device)
-        ends = torch.searchsorted(ordered, experts, right=True).int()  # no bincount: it waits for the host
-        hidden = F.gelu(F.grouped_mm(x[order // 2], self.up, offs=ends))
-        out = F.grouped_mm(hidden, self.down, offs=ends)
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-        return (out[place].unflatten(0, (-1, 2)) * weights.unsqueeze(-1)).sum(1)
+    parameters = size.num_patches * (size.dim + 2 * size.rank + size.rank * size.dim)
+    hidden = max(16, parameters // (2 * size.dim * experts) // 16 * 16)  # grouped_mm wants 16-byte strides
+    return MoE(size.dim, MoEConfig(num_experts=experts, top_k=2, hidden=hidden, noise=False))
 
 
 def make(name: str, size: Size, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -100,7 +84,7 @@ def make(name: str, size: Size, device: torch.device, dtype: torch.dtype) -> nn.
     if name == "dense":
         module: nn.Module = MLP(GPTConfig(dim=size.dim, num_heads=1))
     elif name in PEERS:
-        module = Adapter(size) if name == "adapter" else MoE(size)
+        module = Adapter(size) if name == "adapter" else make_moe(size)
     else:
         module = APN(size.dim, num_patches=size.num_patches, top_k=size.top_k, rank=size.rank, backend=name)
     return module.to(device, dtype)

@@ -16,10 +16,11 @@ InitName = Literal["silu", "paper"]
 GateName = Literal["vector", "scalar"]
 DecoderName = Literal["independent", "shared"]
 PrototypesName = Literal["static", "contextual"]
-FFNName = Literal["mlp", "apn"]
+FFNName = Literal["mlp", "apn", "moe", "switch"]
 PrecisionName = Literal["auto", "float32", "bfloat16"]
 ParallelName = Literal["ddp", "fsdp"]
 RuleName = Literal["sgd", "adamw"]
+AllocationName = Literal["off", "grow", "replace"]
 
 
 def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -172,8 +173,57 @@ class APNConfig(JSONConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class MoEConfig(JSONConfig):
+    """A mixture of experts, sparsely gated (ffn="moe") or Switch (ffn="switch"): the controls for APN.
+
+    Switch gives a token one expert and has no noise, so it reads neither `top_k` nor `noise`; only Switch has
+    a capacity. `for_kind` says which values of an unread setting are errors.
+    """
+
+    num_experts: int = 8
+    top_k: int = 2
+    """How many experts each token uses (moe). With 1 only the balance loss teaches the router."""
+    hidden: int | None = None
+    """Width of an expert (default: 4 * dim / top_k, to the nearest 16: a token costs what an MLP costs)."""
+    noise: bool = True
+    """Noise of a learned size on the router's scores while training (moe)."""
+    capacity_factor: float = 1.25
+    """An expert serves this times its even share of the tokens; later ones get no update (switch)."""
+
+    def __post_init__(self) -> None:
+        check_size("num_experts", self.num_experts)
+        check_size("top_k", self.top_k)
+        if self.hidden is not None:
+            check_size("hidden", self.hidden)
+        if not isinstance(self.noise, bool):
+            raise ValueError(f"noise={self.noise!r} must be True or False")
+        check_number("capacity_factor", self.capacity_factor, "a positive number", lambda factor: factor > 0)
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k={self.top_k} must not exceed num_experts={self.num_experts}")
+
+    def for_kind(self, kind: FFNName) -> Self:
+        """What a layer of this kind reads of these settings.
+
+        One that it does not read may have its default, which nobody typed, or the value that describes what
+        the layer does; any other value was meant to do something and is an error.
+        """
+        if kind == "switch":
+            if self.top_k not in (1, MoEConfig.top_k):
+                raise ValueError(
+                    f'top_k={self.top_k} contradicts ffn="switch", which gives a token one expert; '
+                    'leave it out, or use ffn="moe"'
+                )
+            return dataclasses.replace(self, top_k=1, noise=False)
+        if self.capacity_factor != MoEConfig.capacity_factor:
+            raise ValueError(
+                f'capacity_factor={self.capacity_factor} needs ffn="switch"; "moe" never drops a token'
+            )
+        return self
+
+
+@dataclass(frozen=True, kw_only=True)
 class GPTConfig(JSONConfig):
-    """A pre-norm decoder. `apn` describes every APN layer; `per_layer` changes single layers."""
+    """A pre-norm decoder. `apn` and `moe` describe layers of those kinds; `per_layer` changes single ones."""
 
     vocab_size: int = 65
     context: int = 256
@@ -188,6 +238,8 @@ class GPTConfig(JSONConfig):
     ffn: FFNName = "mlp"
     apn: APNConfig = field(default_factory=APNConfig)
     """Settings of APN layers; their `dropout` and `num_layers` are the model's own."""
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    """Settings of layers with ffn="moe" or "switch"; each kind takes what it reads."""
     per_layer: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Layer number -> what differs there: {"0": {"ffn": "mlp"}, "3": {"num_patches": 512}}."""
 
@@ -210,16 +262,26 @@ class GPTConfig(JSONConfig):
         for key in self.per_layer:
             if not (key.isdecimal() and int(key) < self.num_layers):
                 raise ValueError(f"per_layer names layer {key!r}; allowed: '0' to '{self.num_layers - 1}'")
-        for layer in range(self.num_layers):
-            self.ffn_of(layer)
+        kinds = {self.ffn_of(layer)[0] for layer in range(self.num_layers)}
+        if len(mixtures := kinds & {"moe", "switch"}) == 1:  # with both, a setting may be for the other
+            self.moe.for_kind(mixtures.pop())
 
-    def ffn_of(self, layer: int) -> tuple[FFNName, APNConfig]:
-        """The kind of FFN in a layer, and its settings if it is an APN."""
+    def ffn_of(self, layer: int) -> tuple[FFNName, APNConfig | MoEConfig | None]:
+        """The kind of FFN in a layer and its settings; a dense layer has none."""
         changes = dict(self.per_layer.get(str(layer), {}))
-        ffn = changes.pop("ffn", self.ffn)
+        ffn: FFNName = changes.pop("ffn", self.ffn)
         check_choice(f"per_layer[{layer}].ffn", ffn, get_args(FFNName))
-        own = {"dropout": self.dropout, "num_layers": self.num_layers}
-        return ffn, APNConfig._build({**dataclasses.asdict(self.apn), **own, **changes})
+        own: dict[str, Any] = {"dropout": self.dropout, "num_layers": self.num_layers}
+        if ffn in ("moe", "switch"):
+            own = {"capacity_factor": MoEConfig.capacity_factor}
+            if ffn == "switch":
+                own = {"top_k": 1, "noise": False}
+            moe = MoEConfig._build({**dataclasses.asdict(self.moe), **own, **changes})
+            if moe != moe.for_kind(ffn):  # even a default is a mistake where it was typed for this layer
+                raise ValueError(f"per_layer[{layer}]: a switch layer has top_k=1 and noise=False")
+            return ffn, moe
+        apn = APNConfig._build({**dataclasses.asdict(self.apn), **own, **changes})
+        return ffn, apn if ffn == "apn" else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -339,3 +401,99 @@ class UpdateConfig(JSONConfig):
         for name in ("max_change", "max_decoder"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), "a positive number", lambda most: most > 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateConfig(JSONConfig):
+    """Which tokens may teach. A gate that is None lets every token pass."""
+
+    min_entropy: float | None = None
+    """Least entropy of the model's prediction, in nats: what is certain already has nothing to teach."""
+    max_entropy: float | None = None
+    """Largest entropy of the prediction: no large updates from guesses (the paper's confidence gating)."""
+    min_confidence: float | None = None
+    """Least router confidence max_i s_i, in every APN layer: updates attach to stable addresses."""
+    max_surprise: float | None = None
+    """Largest loss, in standard deviations above the mean of the stream so far."""
+
+    def __post_init__(self) -> None:
+        for name in ("min_entropy", "max_entropy"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), "a number, 0 or more", lambda nats: nats >= 0)
+        if self.min_confidence is not None:
+            check_number("min_confidence", self.min_confidence)
+        if self.max_surprise is not None:
+            check_number("max_surprise", self.max_surprise, "a positive number", lambda most: most > 0)
+        least, most = self.min_entropy, self.max_entropy
+        if least is not None and most is not None and least >= most:
+            raise ValueError(f"min_entropy={least} must be below max_entropy={most}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocationConfig(JSONConfig):
+    """When a layer gets a new patch: its router has been far from every prototype for a while."""
+
+    mode: AllocationName = "off"
+    """"grow" adds a patch; "replace" recycles the least used one."""
+    novelty: float = 5.0
+    """Allocate when the mean confidence max_i s_i over the window is below this (scores are cos / tau)."""
+    window: int = 1024
+    """Tokens over which confidence must stay low."""
+    cooldown: int = 8192
+    """Tokens of a layer from one allocation to the next; for so long a new patch is not recycled either."""
+    most_patches: int | None = None
+    """Where "grow" ends (default: twice the patches that were there at first)."""
+    usage_horizon: int = 100_000
+    """Tokens over which the moving average of usage forgets."""
+    min_share: float | None = None
+    """Keep usage even: recycle a patch whose usage falls below this share of the mean, novelty or not."""
+
+    def __post_init__(self) -> None:
+        check_choice("mode", self.mode, get_args(AllocationName))
+        check_number("novelty", self.novelty)
+        for name in ("window", "cooldown", "usage_horizon"):
+            check_size(name, getattr(self, name))
+        if self.most_patches is not None:
+            check_size("most_patches", self.most_patches)
+            if self.mode != "grow":
+                raise ValueError(f'most_patches={self.most_patches} needs mode="grow", not {self.mode!r}')
+        if self.min_share is not None:
+            check_number("min_share", self.min_share, "a share, 0 < share < 1", lambda share: 0 < share < 1)
+            if self.mode != "replace":
+                raise ValueError(f'min_share={self.min_share} needs mode="replace", not {self.mode!r}')
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnConfig(JSONConfig):
+    """How a model learns from a stream: Algorithm 2, who may teach, and when capacity is added."""
+
+    update: UpdateConfig = field(default_factory=UpdateConfig)
+    gates: GateConfig = field(default_factory=GateConfig)
+    allocation: AllocationConfig = field(default_factory=AllocationConfig)
+    budget: int = 1024
+    """B: learn once in so many tokens of the stream."""
+    max_patches: int | None = None
+    """Of the patches a step could teach, only so many learn: those used here more than usual."""
+    prototype_rate: float = 0.0
+    """Moving average of the prototypes that are taught, towards the tokens that chose them; 0 is off."""
+    scale_factor: float = 1.0
+    """Factor on the scale (gamma) of every APN layer while this learner holds the model."""
+    dropout: bool = False
+    """Keep the model's dropout on while learning."""
+    max_observation: int = 16_777_216
+    """Tokens that one observation may have; give longer streams in pieces."""
+
+    def __post_init__(self) -> None:
+        for name in ("budget", "max_observation"):
+            check_size(name, getattr(self, name))
+        if self.max_patches is not None:
+            check_size("max_patches", self.max_patches)
+        check_number("prototype_rate", self.prototype_rate, "a share, 0 <= rate < 1", lambda r: 0 <= r < 1)
+        check_number("scale_factor", self.scale_factor)
+        if not isinstance(self.dropout, bool):
+            raise ValueError(f"dropout={self.dropout!r} must be True or False")
+        if self.prototype_rate and "prototypes" in self.update.train:
+            raise ValueError(
+                f"prototype_rate={self.prototype_rate} moves prototypes, and update.train={self.update.train} "
+                "trains them too; choose one"
+            )

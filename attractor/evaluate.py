@@ -1,15 +1,18 @@
 """How well a model predicts a text: the one evaluator."""
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from attractor.data import windows
 from attractor.distributed import World
+from attractor.layer import RoutingStats, mode
 from attractor.model import GPT
 
 
@@ -46,6 +49,37 @@ def evaluate(
         count += number
     model.train(was_training)
     return float(world.sum(torch.tensor(total, dtype=torch.float64))) / count
+
+
+@torch.no_grad()
+def routing(model: GPT, tokens: np.ndarray, *, batch_size: int = 64) -> dict[int, RoutingStats]:
+    """What the router of each APN layer does with every token but the last, on the CPU.
+
+    The two regularisers are means over batches.
+    """
+    device = model.embedding.weight.device
+    parts: dict[int, list[RoutingStats]] = defaultdict(list)
+    with mode(model, training=False):
+        for inputs, _, _ in windows(tokens, model.config.context, batch_size):
+            for layer, stats in model(inputs.to(device), return_stats=True)[1].items():
+                parts[layer].append(stats)
+    return {layer: _joined(found) for layer, found in parts.items()}
+
+
+def _joined(parts: list[RoutingStats]) -> RoutingStats:
+    """One statistic over all tokens, (n, ...)."""
+
+    def all_of(name: str) -> Tensor:
+        return torch.cat([getattr(part, name).flatten(0, 1).cpu() for part in parts])
+
+    def mean_of(name: str) -> Tensor:
+        return torch.stack([getattr(part, name).cpu() for part in parts]).mean()
+
+    return RoutingStats(
+        indices=all_of("indices"), weights=all_of("weights"), confidence=all_of("confidence"),
+        balance=mean_of("balance"), entropy=mean_of("entropy"), update_norm=all_of("update_norm"),
+        input_norm=all_of("input_norm"), num_patches=parts[0].num_patches,
+    )  # fmt: skip
 
 
 def perplexity(loss: float) -> float:

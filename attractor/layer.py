@@ -4,6 +4,7 @@ the mathematics is in `attractor.ops`."""
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, Self, overload
 
 import torch
@@ -50,6 +51,17 @@ def check_roles(roles: Iterable[str]) -> None:
 
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+@contextmanager
+def mode(module: nn.Module, *, training: bool) -> Iterator[None]:
+    """`module.train(training)` for a while."""
+    before = module.training
+    module.train(training)
+    try:
+        yield
+    finally:
+        module.train(before)
 
 
 class RoutingStats(NamedTuple):
@@ -261,6 +273,22 @@ class APN(nn.Module):
         return self.parameters_of("prototypes", "router")
 
     @torch.no_grad()
+    def represent(self, x: Tensor) -> Tensor:
+        """What the router compares with prototypes: tokens (..., dim) as unit vectors (n, prototype width).
+
+        With groups of a contextual router each group has length 1. Tokens that are not finite become zero.
+        """
+        self._check_input(x)
+        tokens = x.reshape(-1, self.dim)
+        if self.norm is not None:
+            tokens = self._normalize(tokens, self.norm)
+        tokens = ops.routing_precision(tokens).masked_fill(~ops.finite_rows(tokens), 0)
+        if self.router_projection is None:
+            return ops.unit(tokens)
+        grouped = tokens.unflatten(-1, (self.config.routing_groups, -1))
+        return ops.unit(torch.einsum("ngd,gdm->ngm", grouped, self.router_projection.to(tokens))).flatten(1)
+
+    @torch.no_grad()
     def resize(self, num_patches: int) -> None:
         """Change the number of patches: drop the last ones, or append some with a zero decoder.
 
@@ -270,19 +298,28 @@ class APN(nn.Module):
         """
         config = dataclasses.replace(self.config, num_patches=num_patches)  # checks it
         kept = min(num_patches, self.num_patches)
-        resized = {}
-        for name, old in self.named_parameters(recurse=False):
-            if ROLES[name] in PATCH_ROLES:
-                new = old.new_empty(num_patches, *old.shape[1:])
-                new[:kept] = old[:kept]
-                if name == "decoder":
-                    new[kept:] = 0
-                else:
-                    self._start(name, new[kept:])
-                resized[name] = nn.Parameter(new, requires_grad=old.requires_grad)
+        resized = {
+            name: nn.Parameter(torch.cat([old[:kept], new]), requires_grad=old.requires_grad)
+            for name, old, new in self._with_fresh_rows(num_patches - kept)
+        }
         for name, parameter in resized.items():  # only now: an error above changes nothing
             setattr(self, name, parameter)
         self.config = config
+
+    @torch.no_grad()
+    def fresh_patches(self, count: int) -> dict[str, Tensor]:
+        """Parameter name -> rows that `count` new patches start with: random prototypes, a zero decoder."""
+        return {name: new for name, _, new in self._with_fresh_rows(count)}
+
+    def _with_fresh_rows(self, count: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+        for name, old in self.named_parameters(recurse=False):
+            if ROLES[name] in PATCH_ROLES:
+                new = old.new_empty(count, *old.shape[1:])
+                if name == "decoder":
+                    new.zero_()
+                else:
+                    self._start(name, new)
+                yield name, old, new
 
     def extra_repr(self) -> str:
         defaults = APNConfig()

@@ -1,4 +1,4 @@
-"""A GPT whose feed-forward layers are dense or APN. Pre-norm blocks, as in the paper:
+"""A GPT whose feed-forward layers are dense, APN or a mixture of experts. Pre-norm blocks, as in the paper:
 
 h' = h + Attention(Norm(h));  y = h' + FFN(Norm(h')).
 
@@ -17,8 +17,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attractor.config import GPTConfig
+from attractor.config import APNConfig, GPTConfig, MoEConfig
 from attractor.layer import APN, RoutingStats
+from attractor.moe import MoE, Switch
 
 
 class KVCache:
@@ -72,20 +73,29 @@ class MLP(nn.Module):
         return F.dropout(self.out(F.gelu(self.up(x))), self.dropout, self.training)
 
 
+def make_ffn(config: GPTConfig, layer: int, backend: str) -> nn.Module:
+    kind, settings = config.ffn_of(layer)
+    if isinstance(settings, APNConfig):
+        return APN.from_config(config.dim, settings, backend=backend)
+    if isinstance(settings, MoEConfig):
+        mixture = Switch if kind == "switch" else MoE
+        return mixture(config.dim, settings, dropout=config.dropout, num_layers=config.num_layers)
+    return MLP(config)
+
+
 class Block(nn.Module):
     def __init__(self, config: GPTConfig, layer: int, backend: str) -> None:
         super().__init__()
         self.norm_1 = nn.LayerNorm(config.dim, bias=config.bias)
         self.attention = Attention(config, layer)
         self.norm_2 = nn.LayerNorm(config.dim, bias=config.bias)
-        kind, apn = config.ffn_of(layer)
-        self.ffn = APN.from_config(config.dim, apn, backend=backend) if kind == "apn" else MLP(config)
+        self.ffn = make_ffn(config, layer, backend)
 
     def forward(
         self, h: Tensor, cache: KVCache | None, with_stats: bool
     ) -> tuple[Tensor, RoutingStats | None]:
         h = h + self.attention(self.norm_1(h), cache)
-        if with_stats and isinstance(self.ffn, APN):
+        if with_stats and isinstance(self.ffn, APN | MoE):
             update, stats = self.ffn(self.norm_2(h), return_stats=True)
             # the paper's |Delta| / |h| is to the residual stream, not to its normalised copy
             hidden_norm = torch.linalg.vector_norm(h.detach(), dim=-1)
@@ -111,7 +121,7 @@ class GPT(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
-            if isinstance(module, nn.LayerNorm | APN):
+            if isinstance(module, nn.LayerNorm | APN | MoE):
                 module.reset_parameters()
         for module in self.modules():
             if isinstance(module, Attention | MLP):
@@ -128,7 +138,7 @@ class GPT(nn.Module):
     def forward(
         self, tokens: Tensor, *, cache: KVCache | None = None, return_stats: bool = False
     ) -> Tensor | tuple[Tensor, dict[int, RoutingStats]]:
-        """Logits (B, T, V) for tokens (B, T); with `return_stats`, also the routing of each APN layer."""
+        """Logits (B, T, V) for tokens (B, T); with `return_stats`, also the routing of each routed layer."""
         start = 0 if cache is None else cache.length
         end = start + tokens.shape[1]
         if end > self.config.context:

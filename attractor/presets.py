@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from attractor.config import APNConfig, DataConfig, GPTConfig, RunConfig, TrainConfig
+from attractor.config import APNConfig, DataConfig, FFNName, GPTConfig, MoEConfig, RunConfig, TrainConfig
 
 
 def paper_dense() -> RunConfig:
@@ -31,6 +31,16 @@ def tiny_apn() -> RunConfig:
     return _with_apn(tiny_dense(), APNConfig(num_patches=30, top_k=2, rank=32))
 
 
+def tiny_moe() -> RunConfig:
+    """tiny_dense with the top 2 of 8 experts: 4 times the FFN parameters, the same multiply-adds."""
+    return _with_mixture(tiny_dense(), "moe", MoEConfig())
+
+
+def tiny_switch() -> RunConfig:
+    """tiny_dense with 4 Switch experts: 4 times the FFN parameters, the same multiply-adds."""
+    return _with_mixture(tiny_dense(), "switch", MoEConfig(num_experts=4))
+
+
 def gpt2_small_dense() -> RunConfig:
     """The size of GPT-2 small, byte-pair tokens."""
     return RunConfig(
@@ -52,7 +62,17 @@ def _with_apn(run: RunConfig, apn: APNConfig) -> RunConfig:
     return replace(run, model=replace(run.model, ffn="apn", apn=apn))
 
 
+def _with_mixture(run: RunConfig, ffn: FFNName, moe: MoEConfig) -> RunConfig:
+    """With the balance weight of Fedus et al. (2.2): without one, a few experts do all the work."""
+    model = replace(run.model, ffn=ffn, moe=moe)
+    return replace(run, model=model, train=replace(run.train, balance_weight=0.01))
+
+
 NAMES: dict[str, Callable[[], RunConfig]] = {
     preset.__name__: preset
-    for preset in (paper_dense, paper_apn, tiny_dense, tiny_apn, gpt2_small_dense, gpt2_small_apn)
+    for preset in (
+        *(paper_dense, paper_apn),
+        *(tiny_dense, tiny_apn, tiny_moe, tiny_switch),
+        *(gpt2_small_dense, gpt2_small_apn),
+    )
 }

@@ -4,12 +4,22 @@ from test_layer import SMALL, build, every_variant
 from torch.utils.flop_counter import FlopCounterMode
 
 from attractor import APN, analysis, monitor
+from attractor.config import MoEConfig
 from attractor.layer import LOCAL_ROLES, PATCH_ROLES, ROLES
+from attractor.moe import MoE, Switch
 
 
 @every_variant
 def test_multiply_adds_are_what_torch_counts(variant):
     layer = build(**variant, backend="reference")  # the counter cannot look into our own operators
+    with FlopCounterMode(display=False) as counter:
+        layer(torch.randn(7, 12))
+    assert counter.get_total_flops() == 2 * 7 * analysis.multiply_adds(layer)["total"]
+
+
+@pytest.mark.parametrize("kind", [MoE, Switch])
+def test_multiply_adds_of_a_mixture_are_what_torch_counts(kind):
+    layer = kind(12, MoEConfig(num_experts=5)).eval()
     with FlopCounterMode(display=False) as counter:
         layer(torch.randn(7, 12))
     assert counter.get_total_flops() == 2 * 7 * analysis.multiply_adds(layer)["total"]

@@ -3,12 +3,15 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
-from attractor import analysis, presets
-from attractor.config import APNConfig, GPTConfig
+from attractor import analysis, monitor, presets
+from attractor.config import APNConfig, GPTConfig, MoEConfig, TrainConfig
 from attractor.generate import generate, sample
 from attractor.layer import APN
 from attractor.model import GPT, MLP, KVCache
+from attractor.moe import MoE, Switch
+from attractor.trainer import make_optimizer
 
 SMALL = GPTConfig(
     vocab_size=11,
@@ -157,6 +160,16 @@ def test_multiply_adds_of_the_model():
     assert analysis.model_multiply_adds(build(config)) == expected
 
 
+@pytest.mark.parametrize(("ffn", "experts"), [("moe", 3), ("switch", 1)])
+def test_multiply_adds_of_a_model_with_mixtures(ffn, experts):
+    moe = MoEConfig(num_experts=5, top_k=3 if ffn == "moe" else 1, hidden=24)
+    config = dataclasses.replace(SMALL, ffn=ffn, moe=moe, per_layer={"0": {"ffn": "mlp"}})
+    d, t = 16, 16
+    mixture = 5 * d + experts * 2 * 24 * d
+    expected = 2 * (4 * d * d + t * d) + 8 * d * d + mixture + 11 * d
+    assert analysis.model_multiply_adds(build(config)) == expected
+
+
 @pytest.mark.parametrize("pieces", [[16], [1] * 16, [5, 1, 7, 3]])
 def test_cache_equals_cache_free(pieces):
     model = build().eval()
@@ -223,3 +236,120 @@ def test_bad_generation_options(options, message):
 
 def test_apn_layers_by_role():
     assert all(isinstance(layer, APN) for layer in build().apn_layers().values())
+
+
+MIXTURE = dataclasses.replace(SMALL, ffn="mlp", moe=MoEConfig(num_experts=4))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ffn": "switch", "moe": MoEConfig(top_k=3)}, 'top_k=3 contradicts ffn="switch"'),
+        ({"ffn": "moe", "moe": MoEConfig(capacity_factor=2.0)}, 'capacity_factor=2.0 needs ffn="switch"'),
+        ({"per_layer": {"0": {"ffn": "switch", "top_k": 2}}}, r"per_layer\[0\]: a switch layer has top_k=1"),
+        ({"per_layer": {"0": {"ffn": "switch", "noise": True}}}, r"per_layer\[0\]: a switch layer has"),
+        ({"per_layer": {"1": {"ffn": "moe", "capacity_factor": 2.0}}}, "capacity_factor=2.0 needs"),
+        ({"per_layer": {"1": {"ffn": "moe", "rank": 2}}}, r"unknown fields \['rank'\]; MoEConfig has"),
+    ],
+)
+def test_contradictions_in_a_model(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(MIXTURE, **changes)
+
+
+def test_settings_reach_the_kind_that_reads_them():
+    config = dataclasses.replace(
+        MIXTURE, ffn="moe", moe=MoEConfig(num_experts=4, top_k=3, capacity_factor=2.0), num_layers=3,
+        per_layer={"1": {"ffn": "switch", "num_experts": 6}, "2": {"hidden": 48, "noise": False}},
+    )  # fmt: skip
+    first, second, third = (config.ffn_of(layer) for layer in range(3))
+    assert first == ("moe", MoEConfig(num_experts=4, top_k=3))
+    assert second == ("switch", MoEConfig(num_experts=6, top_k=1, noise=False, capacity_factor=2.0))
+    assert third == ("moe", MoEConfig(num_experts=4, top_k=3, hidden=48, noise=False))
+    assert GPTConfig.from_json(config.to_json()) == config
+    with torch.device("meta"):
+        blocks = GPT(config).blocks
+    assert [block.ffn.hidden for block in blocks] == [16, 64, 48]  # 64 / 3 is nearest to 16
+
+
+def test_a_configuration_from_before_the_mixtures_still_loads():
+    old = '{"schema_version": 1, "ffn": "apn", "apn": {"rank": 8}, "per_layer": {"0": {"ffn": "mlp"}}}'
+    config = GPTConfig.from_json(old)
+    assert config == GPTConfig(ffn="apn", apn=APNConfig(rank=8), per_layer={"0": {"ffn": "mlp"}})
+    assert config.ffn_of(0) == ("mlp", None)
+
+
+MIXED = dataclasses.replace(
+    MIXTURE, num_layers=4, dropout=0.1,
+    per_layer={"1": {"ffn": "apn"}, "2": {"ffn": "moe", "top_k": 1}, "3": {"ffn": "switch"}},
+)  # fmt: skip
+
+
+def test_every_kind_in_one_model(tmp_path):
+    torch.manual_seed(0)
+    model = GPT(MIXED).eval()
+    assert [type(block.ffn) for block in model.blocks] == [MLP, APN, MoE, Switch]
+    assert set(model.apn_layers()) == {1}
+    assert {block.ffn.dropout for block in model.blocks if not isinstance(block.ffn, APN)} == {0.1}
+    tokens = torch.randint(11, (2, 9))
+    logits, stats = model(tokens, return_stats=True)
+    assert torch.equal(logits, model(tokens))
+    assert {layer: stat.num_patches for layer, stat in stats.items()} == {1: 8, 2: 4, 3: 4}
+    assert {tuple(stat.indices.shape) for stat in stats.values()} == {(2, 9, 4), (2, 9, 1)}
+    sum(stat.balance for stat in stats.values()).backward()
+    model.save_pretrained(tmp_path)
+    again = GPT.from_pretrained(tmp_path).eval()
+    assert again.config == MIXED
+    assert torch.equal(again(tokens), logits)
+    shapes = {name: tuple(p.shape) for name, p in model.blocks[2].ffn.state_dict().items()}
+    assert shapes == {"router": (4, 16), "noise": (4, 16), "up": (4, 16, 64), "out": (4, 64, 16)}
+
+
+def test_first_values_of_a_mixture():
+    torch.manual_seed(0)
+    config = dataclasses.replace(MIXTURE, dim=128, num_layers=8, ffn="moe")
+    layer = GPT(config).blocks[0].ffn
+    deviations = {name: float(p.detach().std()) for name, p in layer.named_parameters()}
+    expected = {"router": 0.02, "noise": 0.02, "up": 0.02, "out": 0.005}
+    assert deviations == pytest.approx(expected, rel=0.2)
+
+
+def test_experts_decay():
+    model = GPT(dataclasses.replace(MIXTURE, ffn="moe"))
+    decayed, _ = (set(group["params"]) for group in make_optimizer(model, TrainConfig()).param_groups)
+    layer = model.blocks[0].ffn
+    assert {layer.up, layer.out, layer.router, layer.noise} <= decayed
+
+
+@pytest.mark.parametrize("ffn", ["moe", "switch"])
+def test_a_model_learns_and_keeps_its_experts_alive(ffn):
+    torch.manual_seed(0)
+    model = GPT(dataclasses.replace(MIXTURE, ffn=ffn))
+    text = torch.tensor([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7]).repeat(40)  # fourteen contexts to learn
+    optimizer = make_optimizer(model, TrainConfig(learning_rate=1e-2))
+    losses = []
+    for _ in range(30):
+        starts = torch.randint(len(text) - 17, (16,)).tolist()
+        batch = torch.stack([text[start : start + 17] for start in starts])
+        logits, stats = model(batch[:, :-1], return_stats=True)
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        (loss + 0.01 * sum(layer.balance for layer in stats.values())).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    assert losses[0] > 2.3
+    assert losses[-1] < 0.8 * losses[0]
+    _, stats = model.eval()(batch[:, :-1], return_stats=True)
+    for layer in stats.values():
+        assert monitor.summary(layer)["dead_patches"] == 0
+
+
+@pytest.mark.parametrize("name", ["tiny_moe", "tiny_switch"])
+def test_mixture_presets(name):
+    config, dense = presets.NAMES[name]().model, presets.tiny_dense().model
+    with torch.device("meta"):
+        ours, theirs = (GPT(c).blocks[0].ffn for c in (config, dense))
+    ratio = (ours.up.numel() + ours.out.numel()) / sum(p.numel() for p in theirs.parameters())
+    assert ratio == 4
+    assert ours.config.top_k * ours.hidden == 4 * dense.dim

@@ -10,7 +10,8 @@ would still move it. So the rules here read and write the rows of taught patches
 the parameters nor of their own state. A step happens for all layers or, if anything goes wrong, for none.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +25,36 @@ EPSILON = 1e-8
 
 class NotFiniteUpdate(RuntimeError):
     """A step would have written a number that is not finite. Nothing was changed."""
+
+
+Undo = list[Callable[[], object]]
+Write = tuple[Tensor, Tensor, Tensor]  # where, which rows, what
+
+
+@contextmanager
+def all_or_nothing(undo: Undo | None = None) -> Iterator[Undo]:
+    """Whatever is changed inside appends how to take it back; an exception takes everything back.
+
+    With an `undo` of somebody else the changes become part of theirs, who also takes them back.
+    """
+    if undo is not None:
+        yield undo
+        return
+    undo = []
+    try:
+        yield undo
+    except BaseException:
+        for take_back in reversed(undo):
+            take_back()
+        raise
+
+
+@torch.no_grad()
+def write_rows(target: Tensor, rows: Tensor, values: Tensor, undo: Undo) -> None:
+    """target[rows] = values, to be taken back byte by byte."""
+    old = target[rows]  # indexing by a tensor copies
+    undo.append(lambda: target.data.index_copy_(0, rows, old))
+    target[rows] = values.to(target.dtype)
 
 
 def taught_patches(stats: RoutingStats, taught: Tensor | None = None) -> Tensor:
@@ -54,112 +85,128 @@ class LocalUpdate:
         if not layers:
             raise ValueError("there are no APN layers to update")
         self.layers, self.config = dict(layers), config
-        for name, layer in self.layers.items():
-            if not list(self._trained(layer)):
-                raise ValueError(f"layer {name!r} has no parameters with the roles {list(config.train)}")
+        self.state: dict[str, Tensor] = {}  # flat, by layer, parameter and part: fit for safetensors
+        for number, layer in self.layers.items():
+            if not list(self.trained(number)):
+                raise ValueError(f"layer {number!r} has no parameters with the roles {list(config.train)}")
             if config.max_decoder is not None and layer.decoder is None:
                 raise ValueError("max_decoder needs independent decoders; these are shared")
-        self.state: dict[Tensor, dict[str, Tensor]] = {}
-        if config.rule == "adamw":
-            for layer in self.layers.values():
-                for name, parameter in self._trained(layer):
+            if config.rule == "adamw":
+                for name, parameter in self.trained(number):
                     rows = parameter.shape[0] if ROLES[name] in PATCH_ROLES else 1
-                    self.state[parameter] = {
-                        "mean": torch.zeros_like(parameter, dtype=torch.float32),
-                        "square": torch.zeros_like(parameter, dtype=torch.float32),
-                        "steps": torch.zeros(rows, dtype=torch.int64, device=parameter.device),
+                    key = f"{number}.{name}"
+                    self.state |= {
+                        f"{key}.mean": torch.zeros_like(parameter, dtype=torch.float32),
+                        f"{key}.square": torch.zeros_like(parameter, dtype=torch.float32),
+                        f"{key}.steps": torch.zeros(rows, dtype=torch.int64, device=parameter.device),
                     }
 
-    def _trained(self, layer: APN) -> Iterator[tuple[str, Tensor]]:
-        return (pair for pair in layer.named_parameters() if ROLES[pair[0]] in self.config.train)
+    def trained(self, number: Any) -> Iterator[tuple[str, Tensor]]:
+        """Names and parameters of a layer that learn."""
+        named = self.layers[number].named_parameters()
+        return (pair for pair in named if ROLES[pair[0]] in self.config.train)
 
     @torch.no_grad()
-    def step(self, taught: Mapping[Any, Tensor]) -> dict[Any, float]:
+    def step(
+        self, taught: Mapping[Any, Tensor], *, gradient_scale: float = 1.0, undo: Undo | None = None
+    ) -> dict[Any, float]:
         """Learn from the gradients: patches by layer. Returns the length of the largest change of a patch.
 
         Parameters that belong to no single patch (the encoder, say) learn whenever any patch does.
         """
         if unknown := set(taught) - set(self.layers):
             raise ValueError(f"unknown layers {sorted(map(str, unknown))}")
-        writes: list[tuple[Tensor, Tensor, Tensor]] = []  # where, which rows, what
-        largest = {name: self._plan(self.layers[name], patches, writes) for name, patches in taught.items()}
-        for _, _, values in writes:
-            if not values.isfinite().all():
-                raise NotFiniteUpdate("a gradient or an update is not finite; nothing was changed")
-        for target, rows, values in writes:
-            target[rows] = values.to(target.dtype)
-        return largest
+        writes: list[Write] = []
+        lengths = {number: self._plan(number, taught[number], gradient_scale, writes) for number in taught}
+        if not all(values.isfinite().all() for _, _, values in writes):
+            raise NotFiniteUpdate("a gradient or an update is not finite; nothing was changed")
+        with all_or_nothing(undo) as undo:
+            for target, rows, values in writes:
+                write_rows(target, rows, values, undo)
+        return {number: float(length) for number, length in lengths.items()}
 
-    def _plan(self, layer: APN, patches: Tensor, writes: list[tuple[Tensor, Tensor, Tensor]]) -> float:
+    def _plan(self, number: Any, patches: Tensor, scale: float, writes: list[Write]) -> Tensor:
         """Append what a step on these patches writes; change nothing."""
+        layer, config = self.layers[number], self.config
         if len(patches) == 0:
-            return 0.0
+            return torch.zeros(())
         if patches.min() < 0 or patches.max() >= layer.num_patches:
             raise ValueError(f"patches {patches.tolist()} must lie in 0 to {layer.num_patches - 1}")
         moved: list[tuple[str, Tensor, Tensor, Tensor]] = []
-        for name, parameter in self._trained(layer):
+        for name, parameter in self.trained(number):
             if parameter.grad is None:
                 raise ValueError(f"{name} has no gradient; call backward() first")
             by_patch = ROLES[name] in PATCH_ROLES
             rows = patches if by_patch else torch.arange(parameter.shape[0], device=parameter.device)
-            change = self._change(name, parameter, rows, by_patch, writes)
+            gradient = parameter.grad[rows].float() * scale
+            change = self._change(f"{number}.{name}", gradient, rows, by_patch, writes)
+            if config.weight_decay and ROLES[name] == "decoders":
+                change = change - config.learning_rate * config.weight_decay * parameter[rows].float()
             moved.append((name, parameter, rows, change))
         own = [change.flatten(1) for name, _, _, change in moved if ROLES[name] in PATCH_ROLES]
-        length = torch.cat(own, 1).norm(dim=1) if own else torch.zeros(len(patches), device=patches.device)
-        if self.config.max_change is not None:
-            shrink = (self.config.max_change / length.clamp(min=1e-30)).clamp(max=1)
-            length = length.clamp(max=self.config.max_change)
+        length = torch.stack([part.norm(dim=1) for part in own]).norm(dim=0) if own else torch.zeros(1)
+        if config.max_change is not None:
+            shrink = (config.max_change / length.clamp(min=1e-30)).clamp(max=1)
+            length = length.clamp(max=config.max_change)
         for name, parameter, rows, change in moved:
-            if self.config.max_change is not None and ROLES[name] in PATCH_ROLES:
+            if config.max_change is not None and ROLES[name] in PATCH_ROLES:
                 change = change * shrink.view(-1, *[1] * (change.dim() - 1))
             values = parameter[rows].float() + change
-            if name == "decoder" and self.config.max_decoder is not None:
+            if name == "decoder" and config.max_decoder is not None:
                 size = values.flatten(1).norm(dim=1).clamp(min=1e-30)
-                values = values * (self.config.max_decoder / size).clamp(max=1)[:, None, None]
+                values = values * (config.max_decoder / size).clamp(max=1)[:, None, None]
             writes.append((parameter, rows, values))
-        return float(length.max())
+        return length.max()
 
     def _change(
-        self, name: str, parameter: Tensor, rows: Tensor, by_patch: bool,
-        writes: list[tuple[Tensor, Tensor, Tensor]],
-    ) -> Tensor:  # fmt: skip
+        self, key: str, gradient: Tensor, rows: Tensor, by_patch: bool, writes: list[Write]
+    ) -> Tensor:
         config = self.config
-        assert parameter.grad is not None
-        gradient = parameter.grad[rows].float()
         if config.rule == "sgd":
-            change = -config.learning_rate * gradient
-        else:
-            state = self.state[parameter]
-            counted = rows if by_patch else torch.zeros(1, dtype=torch.int64, device=rows.device)
-            steps = state["steps"][counted] + 1
-            mean = torch.lerp(gradient, state["mean"][rows], config.beta1)
-            square = torch.lerp(gradient.square(), state["square"][rows], config.beta2)
-            age = steps.view(-1, *[1] * (gradient.dim() - 1))  # each patch has its own
-            corrected = mean / (1 - config.beta1**age)
-            spread = (square / (1 - config.beta2**age)).sqrt() + EPSILON
-            change = -config.learning_rate * corrected / spread
-            writes += [(state["mean"], rows, mean), (state["square"], rows, square)]
-            writes.append((state["steps"], counted, steps))
-        if config.weight_decay and ROLES[name] == "decoders":
-            change = change - config.learning_rate * config.weight_decay * parameter[rows].float()
-        return change
+            return -config.learning_rate * gradient
+        means, squares, counts = (self.state[f"{key}.{part}"] for part in ("mean", "square", "steps"))
+        counted = rows if by_patch else torch.zeros(1, dtype=torch.int64, device=rows.device)
+        steps = counts[counted] + 1
+        mean = torch.lerp(gradient, means[rows], config.beta1)
+        square = torch.lerp(gradient.square(), squares[rows], config.beta2)
+        writes += [(means, rows, mean), (squares, rows, square), (counts, counted, steps)]
+        age = steps.view(-1, *[1] * (gradient.dim() - 1))  # each patch has its own
+        spread = (square / (1 - config.beta2**age)).sqrt() + EPSILON
+        return -config.learning_rate * mean / (1 - config.beta1**age) / spread
+
+    @torch.no_grad()
+    def forget(self, number: Any, patch: int, undo: Undo) -> None:
+        """The patch is a new one now: it has no moments and has made no steps."""
+        for name, parameter in self.trained(number):
+            if ROLES[name] in PATCH_ROLES and self.config.rule == "adamw":
+                row = torch.tensor([patch], device=parameter.device)
+                for part in ("mean", "square", "steps"):
+                    state = self.state[f"{number}.{name}.{part}"]
+                    write_rows(state, row, torch.zeros_like(state[row]), undo)
+
+    @torch.no_grad()
+    def follow(self, number: Any, undo: Undo) -> None:
+        """The layer was resized: keep the state of the patches that stayed, and none for new ones."""
+        old = dict(self.state)
+        for name, parameter in self.trained(number):
+            if ROLES[name] in PATCH_ROLES and self.config.rule == "adamw":
+                for part in ("mean", "square", "steps"):
+                    state = self.state[f"{number}.{name}.{part}"]
+                    kept = min(len(state), len(parameter))
+                    resized = state.new_zeros(len(parameter), *state.shape[1:])
+                    resized[:kept] = state[:kept]
+                    self.state[f"{number}.{name}.{part}"] = resized
+        undo.append(lambda: setattr(self, "state", old))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Flat, by layer and parameter: fit for safetensors."""
-        return {
-            f"{number}.{name}.{part}": value
-            for number, layer in self.layers.items()
-            for name, parameter in self._trained(layer)
-            for part, value in self.state.get(parameter, {}).items()
-        }
+        return dict(self.state)
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        own = self.state_dict()
-        wrong = sorted(own.keys() ^ state.keys()) or [
-            key for key, value in own.items() if value.shape != state[key].shape
+        wrong = sorted(self.state.keys() ^ state.keys()) or [
+            key for key, value in self.state.items() if value.shape != state[key].shape
         ]
         if wrong:
             raise ValueError(f"the saved state does not fit, nothing was loaded: {wrong[:4]}")
-        for key, value in own.items():
+        for key, value in self.state.items():
             value.copy_(state[key])

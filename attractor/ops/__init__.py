@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attractor.config import check_choice
 from attractor.ops import fused, grouped, reference
-from attractor.ops.reference import APNOutput, balance_loss, finite_rows, routing_precision, scores
+from attractor.ops.reference import APNOutput, balance_loss, finite_rows, routing_precision, scores, unit
 
 __all__ = [
     "BACKENDS",
@@ -19,6 +19,7 @@ __all__ = [
     "finite_rows",
     "routing_precision",
     "scores",
+    "unit",
 ]
 
 BACKENDS: dict[str, Callable[..., APNOutput]] = {

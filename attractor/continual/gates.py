@@ -1,0 +1,80 @@
+"""Which tokens may teach: the paper's confidence gating, and a gate for loss outliers.
+
+A token here is a prediction: the model has read it and predicts the next one. A gate that holds a token back
+takes its loss out of the objective, so the patches that only such tokens chose do not learn.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attractor.config import GateConfig
+
+WARM_UP = 256
+"""Tokens of the stream before a loss can be called an outlier."""
+HORIZON = 10_000
+"""Tokens over which the mean and the spread of the loss forget."""
+
+
+class Surprise(NamedTuple):
+    """What losses of the stream have been like: a moving mean and mean square."""
+
+    mean: float = 0.0
+    square: float = 0.0
+    tokens: int = 0
+
+    def limit(self, deviations: float) -> float:
+        if self.tokens < WARM_UP:
+            return math.inf
+        return self.mean + deviations * math.sqrt(max(self.square - self.mean**2, 0.0))
+
+    def after(self, losses: Tensor) -> "Surprise":
+        if losses.numel() == 0:
+            return self
+        tokens = self.tokens + losses.numel()
+        share = losses.numel() / min(tokens, max(HORIZON, losses.numel()))  # at first a plain mean
+        losses = losses.double()
+        mean = self.mean + share * (float(losses.mean()) - self.mean)
+        square = self.square + share * (float(losses.square().mean()) - self.square)
+        return Surprise(mean, square, tokens)
+
+
+class Admission(NamedTuple):
+    admitted: Tensor  # bool, like the losses
+    held_back: dict[str, int]  # by which gate; a token may be held back by several
+
+
+def entropy(logits: Tensor) -> Tensor:
+    """Of the predictions, in nats: (..., V) -> (...)."""
+    log_p = logits.float().log_softmax(-1)
+    return -(log_p.exp() * log_p).sum(-1)
+
+
+@torch.no_grad()
+def admit(
+    config: GateConfig, candidates: Tensor, losses: Tensor, logits: Tensor, confidence: Tensor,
+    surprise: Surprise,
+) -> Admission:  # fmt: skip
+    """Of the `candidates` (...), who may teach.
+
+    `confidence` is the least of the layers' router confidences; where a token was not routed it is NaN, and
+    such a token teaches nothing.
+    """
+    reasons: dict[str, Tensor] = {"not_routed": confidence.isnan()}
+    if config.min_entropy is not None or config.max_entropy is not None:
+        nats = entropy(logits)
+        if config.min_entropy is not None:
+            reasons["min_entropy"] = nats < config.min_entropy
+        if config.max_entropy is not None:
+            reasons["max_entropy"] = nats > config.max_entropy
+    if config.min_confidence is not None:
+        reasons["min_confidence"] = confidence < config.min_confidence
+    if config.max_surprise is not None:
+        reasons["max_surprise"] = losses > surprise.limit(config.max_surprise)
+    admitted = candidates.clone()
+    for refused in reasons.values():
+        admitted &= ~refused
+    counts = {name: int((refused & candidates).sum()) for name, refused in reasons.items()}
+    return Admission(admitted, {name: count for name, count in counts.items() if count})

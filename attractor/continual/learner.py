@@ -1,0 +1,469 @@
+"""OnlineLearner: a model that keeps learning from a stream, and tells what it did.
+
+    learner = OnlineLearner.load("runs/tiny_apn")
+    seen = learner.observe("Enter CELESTINE, with a letter.")
+    print(seen.loss, seen.taught, seen.held_back, seen.patches)     # the loss is from before learning
+    print(learner.generate("CELESTINE:", max_tokens=80), learner.perplexity(held_out))
+    learner.save("runs/adapted")
+
+Every token is scored when it arrives, with what came before it as context. Once in `budget` tokens the
+patches that admitted tokens selected learn from them, in the APN layers and nowhere else. Memory does not
+depend on the length of the stream. A step that fails leaves model, optimizer and counters as they were.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from attractor import monitor
+from attractor.checkpoint import find_model, write_folder
+from attractor.config import LearnConfig
+from attractor.continual.allocate import Allocator, Habits, Seen
+from attractor.continual.gates import Surprise, admit
+from attractor.continual.lesson import Lesson, Observation, Totals, contiguous_windows
+from attractor.continual.update import (
+    LocalUpdate,
+    NotFiniteUpdate,
+    Undo,
+    all_or_nothing,
+    most_specific,
+    taught_patches,
+    write_rows,
+)
+from attractor.evaluate import autocast, evaluate, perplexity, routing
+from attractor.generate import generate
+from attractor.layer import APN, RoutingStats, mode
+from attractor.model import GPT
+from attractor.tokenizer import Tokenizer
+from attractor.tokenizer import load as load_tokenizer
+
+TOKENS_PER_PASS = 16_384
+"""Longer blocks are scored in several passes: memory stays constant."""
+
+Text = str | Sequence[int] | np.ndarray | Tensor
+
+
+class OnlineLearner:
+    """Holds a model with APN layers and teaches it. Parameters that do not learn are frozen."""
+
+    def __init__(
+        self,
+        model: GPT,
+        tokenizer: Tokenizer | None = None,
+        config: LearnConfig | None = None,
+        *,
+        precision: str = "auto",
+    ) -> None:
+        self.model, self.tokenizer, self.config = model, tokenizer, config or LearnConfig()
+        self.precision = precision
+        layers: dict[Any, APN] = dict(model.apn_layers())
+        if not layers:
+            raise ValueError("the model has no APN layers; there is nothing that could learn locally")
+        self.update = LocalUpdate(layers, self.config.update)
+        self.allocator = Allocator(layers, self.config.allocation)
+        self.layers = layers
+        model.requires_grad_(False)
+        for number, layer in layers.items():
+            for _, parameter in self.update.trained(number):
+                parameter.requires_grad_(True)
+            if self.config.scale_factor != 1 or layer.scale_factor is not None:
+                layer.set_scale_factor(self.config.scale_factor)
+        self.history = np.zeros(0, dtype=np.int64)
+        self.lesson = Lesson()
+        self.totals = Totals()
+        self.source: str | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.layers.values())).prototypes.device
+
+    def _autocast(self) -> AbstractContextManager:
+        return autocast(self.device, self.precision)
+
+    # --- learning
+
+    def observe(self, text: Text, source: str | None = None) -> Observation:
+        """Score `text` as the stream's continuation, and learn from it once in `budget` tokens.
+
+        Text of another `source` starts without the context of the one before, whose tokens are learned from
+        first. If something fails, the pieces before it stay learned: the exception's `observed` tells.
+        """
+        tokens = self._tokens(text)
+        done = Observation(source=source)
+        try:
+            if source != self.source and self.totals.tokens:
+                done = done.then(self.flush())
+                self.history = self.history[:0]
+            self.source = source
+            most = max(1, TOKENS_PER_PASS // self.model.config.context) * self.model.config.context
+            while len(tokens):
+                piece = min(len(tokens), self.config.budget - self.lesson.tokens, most)
+                done = done.then(self._observe_piece(tokens[:piece], source))
+                tokens = tokens[piece:]
+        except Exception as error:
+            error.observed = done  # type: ignore[attr-defined]
+            raise
+        return done
+
+    def flush(self) -> Observation:
+        """Learn from the tokens that wait for the next update."""
+        if not self.lesson.tokens:
+            return Observation(source=self.source)
+        with all_or_nothing() as undo:
+            seen, habits = self._learn(self.lesson, {}, undo)
+        self._commit(seen, Lesson(), self.history, self.totals.surprise, habits)
+        return seen
+
+    def step(self, inputs: Tensor, targets: Tensor) -> float:
+        """Learn from one batch (B, T), whatever the budget; returns its loss before. For training loops."""
+        with all_or_nothing() as undo:
+            lesson, seen, surprise, routed = self._score(inputs, targets, torch.ones_like(targets).bool())
+            result, habits = self._learn(lesson, routed, undo)
+        seen = dataclasses.replace(seen, tokens=inputs.numel()).then(result)
+        self._commit(seen, self.lesson, self.history, surprise, habits)
+        return seen.loss
+
+    def set_background(self, text: Text) -> None:
+        """What usual usage is, for `max_patches` and for recycling: the usage on this text."""
+        tokens = self._tokens(text)
+        habits = {}
+        for number, indices in self._routing(tokens).items():
+            usage = monitor.usage(indices, self.layers[number].num_patches)
+            habits[number] = dataclasses.replace(self.allocator.habits[number], usage=usage)
+        self.allocator.habits = self.allocator.habits | habits
+
+    def _observe_piece(self, tokens: np.ndarray, source: str | None) -> Observation:
+        """All or nothing: nothing of ours changes before everything has succeeded."""
+        context = self.model.config.context
+        batch = contiguous_windows(self.history, tokens, context)
+        history = np.concatenate([self.history, tokens])[-context:]
+        lesson, seen, surprise = Lesson(), Observation(), self.totals.surprise
+        routed: dict[Any, Seen] = {}
+        with all_or_nothing() as undo:
+            if batch is not None:
+                lesson, seen, surprise, routed = self._score(*batch)
+            lesson = self.lesson.plus(dataclasses.replace(lesson, tokens=len(tokens)))
+            seen = dataclasses.replace(seen, tokens=len(tokens), source=source)
+            habits: dict[Any, Habits] = {}
+            if lesson.tokens >= self.config.budget:
+                learned, habits = self._learn(lesson, routed, undo)
+                seen, lesson = seen.then(learned), Lesson()
+            elif not all(gradient.isfinite().all() for gradient in lesson.gradients.values()):
+                raise NotFiniteUpdate("a gradient of this text is not finite; nothing was changed")
+        seen = dataclasses.replace(seen, pending=lesson.tokens, source=source)
+        self._commit(seen, lesson, history, surprise, habits)
+        return seen
+
+    def _commit(
+        self, seen: Observation, lesson: Lesson, history: np.ndarray, surprise: Surprise,
+        habits: dict[Any, Habits],
+    ) -> None:  # fmt: skip
+        self.totals = self.totals.after(seen, surprise)
+        self.lesson, self.history = lesson, history
+        self.allocator.habits = self.allocator.habits | habits
+
+    def _score(
+        self, inputs: Tensor, targets: Tensor, counted: Tensor
+    ) -> tuple[Lesson, Observation, Surprise, dict[Any, Seen]]:
+        """Losses, gates and gradients of the `counted` tokens. Changes nothing."""
+        inputs, targets, counted = (x.to(self.device) for x in (inputs, targets, counted))
+        keep_inputs = self.config.allocation.mode != "off" or self.config.prototype_rate > 0
+        with (
+            self._inputs(keep_inputs) as captured,
+            mode(self.model, training=self.config.dropout),
+            torch.enable_grad(),
+        ):
+            with self._autocast():
+                logits, stats = self.model(inputs, return_stats=True)
+            stats = {number: stats[number] for number in self.layers}
+            flat = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
+            losses = flat.view_as(targets)
+            plain = losses.detach()[counted]
+            if not plain.isfinite().all():
+                raise NotFiniteUpdate("the loss of this text is not finite; nothing was changed")
+            confidence = torch.stack([s.confidence.detach() for s in stats.values()]).amin(0)
+            admission = admit(self.config.gates, counted, losses, logits, confidence, self.totals.surprise)
+            names = [(f"{n}.{name}", p) for n in self.layers for name, p in self.update.trained(n)]
+            gradients: dict[str, Tensor] = {}
+            taught = int(admission.admitted.sum())
+            if taught:
+                total = (losses * admission.admitted).sum()
+                found = torch.autograd.grad(total, [p for _, p in names], allow_unused=True)
+                gradients = {
+                    key: torch.zeros_like(p) if gradient is None else gradient
+                    for (key, p), gradient in zip(names, found, strict=True)
+                }
+        lesson = Lesson(
+            inputs.numel(), taught, gradients, *self._usage(stats, counted, admission.admitted),
+            *(self._pulls(stats, captured, admission.admitted) if self.config.prototype_rate else ()),
+        )  # fmt: skip
+        routed = {
+            number: Seen(x[counted], stats[number].indices[counted], stats[number].confidence[counted])
+            for number, x in captured.items()
+        }
+        seen = Observation(
+            loss_sum=float(plain.double().sum()), scored=plain.numel(), taught=taught,
+            held_back=admission.held_back,
+        )  # fmt: skip
+        return lesson, seen, self.totals.surprise.after(plain), routed
+
+    def _usage(
+        self, stats: Mapping[Any, RoutingStats], counted: Tensor, admitted: Tensor
+    ) -> tuple[dict[Any, Tensor], dict[Any, Tensor]]:
+        """For each layer: the patches that admitted tokens selected, and how often all selected each."""
+        chosen, counts = {}, {}
+        for number, layer in self.layers.items():
+            patches = taught_patches(stats[number], admitted)
+            chosen[number] = torch.zeros(layer.num_patches, dtype=torch.bool, device=patches.device)
+            chosen[number][patches] = True
+            selected = stats[number].indices[counted].flatten()
+            counts[number] = torch.bincount(selected[selected >= 0], minlength=layer.num_patches)
+        return chosen, counts
+
+    @torch.no_grad()
+    def _pulls(
+        self, stats: Mapping[Any, RoutingStats], captured: Mapping[Any, Tensor], admitted: Tensor
+    ) -> tuple[dict[Any, Tensor], dict[Any, Tensor]]:
+        """For each patch: the weighted sum of the admitted tokens that chose it, and of their weights."""
+        towards, amounts = {}, {}
+        for number, layer in self.layers.items():
+            tokens = layer.represent(captured[number][admitted])
+            indices, weights = stats[number].indices[admitted], stats[number].weights.detach()[admitted]
+            toward = tokens.new_zeros(layer.num_patches, tokens.shape[1])
+            amount = tokens.new_zeros(layer.num_patches)
+            for slot in range(indices.shape[1]):
+                weight = weights[:, slot].to(tokens)
+                toward.index_add_(0, indices[:, slot].clamp(min=0), weight[:, None] * tokens)
+                amount.index_add_(0, indices[:, slot].clamp(min=0), weight)
+            towards[number], amounts[number] = toward, amount
+        return towards, amounts
+
+    def _learn(
+        self, lesson: Lesson, routed: Mapping[Any, Seen], undo: Undo
+    ) -> tuple[Observation, dict[Any, Habits]]:
+        """One update from a lesson. What it changes is taken back by `undo`; counters are the caller's."""
+        habits = {n: self.allocator.with_usage(n, lesson.counts[n], lesson.tokens) for n in lesson.counts}
+        taught: dict[Any, Tensor] = {}
+        changes: dict[Any, float] = {}
+        if lesson.taught:
+            for number, chosen in lesson.chosen.items():
+                patches = chosen.nonzero().flatten()
+                if self.config.max_patches is not None:
+                    usual = self.allocator.habits[number].usage * self.config.allocation.usage_horizon
+                    patches = most_specific(patches, lesson.counts[number], usual, self.config.max_patches)
+                taught[number] = patches
+            with self._gradients(lesson.gradients):
+                changes = self.update.step(taught, gradient_scale=1 / lesson.taught, undo=undo)
+            if self.config.prototype_rate:
+                for number, patches in taught.items():
+                    self._move_prototypes(number, patches, lesson, undo)
+        events = []
+        for number, seen in routed.items():
+            if self.config.allocation.mode != "off":
+                habits[number], event = self.allocator.allocate(
+                    number, habits[number], seen, self.totals.tokens, self.update, undo
+                )
+                events += [event] if event is not None else []
+        return Observation(
+            updates=int(lesson.taught > 0), patches={n: len(patches) for n, patches in taught.items()},
+            largest_change=changes, allocations=tuple(events), source=self.source,
+        ), habits  # fmt: skip
+
+    @torch.no_grad()
+    def _move_prototypes(self, number: Any, patches: Tensor, lesson: Lesson, undo: Undo) -> None:
+        """p <- (1 - rate) p + rate |p| mean(z): a moving average of directions, at the prototype's length."""
+        toward, amount = lesson.toward[number], lesson.amount[number]
+        pulled = patches[amount[patches] > 0]
+        old = self.layers[number].prototypes[pulled].float()
+        mean = (toward[pulled] / amount[pulled, None]).float()
+        new = torch.lerp(old, old.norm(dim=1, keepdim=True) * mean, self.config.prototype_rate)
+        if not new.isfinite().all():
+            raise NotFiniteUpdate("a prototype would not be finite; nothing was changed")
+        write_rows(self.layers[number].prototypes, pulled, new, undo)
+
+    @contextmanager
+    def _gradients(self, gradients: Mapping[str, Tensor]) -> Iterator[None]:
+        parameters = [(f"{n}.{name}", p) for n in self.layers for name, p in self.update.trained(n)]
+        try:
+            for key, parameter in parameters:
+                parameter.grad = gradients[key]
+            yield
+        finally:
+            for _, parameter in parameters:
+                parameter.grad = None
+
+    @contextmanager
+    def _inputs(self, kept: bool) -> Iterator[dict[Any, Tensor]]:
+        """What goes into each layer, if it is to be kept."""
+        captured: dict[Any, Tensor] = {}
+        handles = []
+        for number, layer in self.layers.items() if kept else ():
+
+            def keep(module: object, arguments: tuple[Any, ...], number: Any = number) -> None:
+                captured[number] = arguments[0].detach()
+
+            handles.append(layer.register_forward_pre_hook(keep))
+        try:
+            yield captured
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    # --- asking
+
+    def predict(self, text: Text) -> Tensor:
+        """(V) probabilities of the next token after `text`."""
+        tokens = torch.from_numpy(self._tokens(text)[-self.model.config.context :])[None].to(self.device)
+        with torch.no_grad(), self._autocast(), mode(self.model, training=False):
+            logits = self.model(tokens)[0, -1]
+        return logits.float().softmax(-1)
+
+    def generate(self, prompt: str, **options: Any) -> str:
+        """The prompt and what the model makes of it; options as in `attractor.generate.generate`."""
+        tokens = torch.from_numpy(self._tokens(prompt))[None].to(self.device)
+        written = tokens[0].tolist() + [int(token) for token in generate(self.model, tokens, **options)]
+        return self._tokenizer().decode(written)
+
+    def perplexity(self, text: Text) -> float:
+        tokens = self._tokens(text)
+        if len(tokens) < 2:
+            raise ValueError("perplexity needs at least two tokens: the first is not predicted")
+        return perplexity(evaluate(self.model, tokens, autocast=self._autocast))
+
+    def monitor(self, text: Text | None = None, reference: Text | None = None) -> dict[str, float]:
+        """Numbers for a log: counters and usage so far; with `text` its routing; with both Omega(A, B)."""
+        totals = self.totals
+        values: dict[str, float] = {
+            "tokens": totals.tokens, "taught": totals.taught, "updates": totals.updates,
+            "allocations": totals.allocations, "loss": totals.surprise.mean,
+        }  # fmt: skip
+        values |= {f"held_back/{name}": count for name, count in totals.held_back.items()}
+        for number, habits in self.allocator.habits.items():
+            values[f"apn/{number}/usage_entropy"] = monitor.usage_entropy(habits.usage)
+            values[f"apn/{number}/patches"] = self.layers[number].num_patches
+        here = {} if text is None else self._routing(self._tokens(text))
+        there = {} if text is None or reference is None else self._routing(self._tokens(reference))
+        for number, indices in here.items():
+            count = self.layers[number].num_patches
+            usage = monitor.usage(indices, count)
+            values[f"apn/{number}/text_usage_entropy"] = monitor.usage_entropy(usage)
+            values[f"apn/{number}/text_dead_patches"] = len(monitor.dead_patches(usage))
+            if number in there:
+                values[f"apn/{number}/omega"] = monitor.expected_overlap(indices, there[number], count)
+        return values
+
+    def _routing(self, tokens: np.ndarray) -> dict[Any, Tensor]:
+        """Layer -> active sets (n, k) of the text's tokens."""
+        return {number: stats.indices for number, stats in routing(self.model, tokens).items()}
+
+    # --- files
+
+    def save(self, folder: str | Path) -> None:
+        """Write the model and everything learning needs to go on; learns from waiting tokens first."""
+        self.flush()
+
+        def fill(partial: Path) -> None:
+            self.model.save_pretrained(partial)
+            if self.tokenizer is not None:
+                self.tokenizer.save(partial / "tokenizer.json")
+            habits = self.allocator.habits
+            tensors = {f"update.{key}": value for key, value in self.update.state_dict().items()}
+            tensors |= {f"usage.{number}": own.usage for number, own in habits.items()}
+            tensors |= {f"born.{number}": own.born for number, own in habits.items()}
+            try:
+                save_file({k: v.contiguous() for k, v in tensors.items()}, partial / "learner.safetensors")
+            except SafetensorError as error:
+                raise OSError(f"cannot write {folder}: {error}") from error
+            state = {
+                "config": self.config.to_dict(), "totals": dataclasses.asdict(self.totals),
+                "history": self.history.tolist(), "source": self.source, "most": dict(self.allocator.most),
+                "unfamiliar": {number: own.unfamiliar for number, own in habits.items()},
+                "allocated": {number: own.allocated for number, own in habits.items()},
+            }  # fmt: skip
+            (partial / "learner.json").write_text(json.dumps(state, indent=2))
+
+        write_folder(Path(folder), fill)
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        config: LearnConfig | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        precision: str = "auto",
+    ) -> Self:
+        """A saved learner, as it was; or a run or a model, to start learning with `config`."""
+        found = find_model(folder)
+        model = GPT.from_pretrained(found, device=device)
+        tokenizer_file = found / "tokenizer.json"
+        tokenizer = load_tokenizer(tokenizer_file) if tokenizer_file.is_file() else None
+        if not (found / "learner.json").is_file():
+            return cls(model, tokenizer, config, precision=precision)
+        try:
+            state = json.loads((found / "learner.json").read_text())
+            tensors = load_file(found / "learner.safetensors", device=str(device))
+            learner = cls(
+                model, tokenizer, config or LearnConfig.from_dict(state["config"]), precision=precision
+            )
+            learner._restore(state, tensors)
+        except (KeyError, TypeError, OSError, json.JSONDecodeError, SafetensorError) as error:
+            raise ValueError(f"{found} holds a damaged learner: {error!r}") from error
+        return learner
+
+    def _restore(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        own = {k.removeprefix("update."): v for k, v in tensors.items() if k.startswith("update.")}
+        self.update.load_state_dict(own)
+        for number, layer in self.layers.items():
+            usage, born = tensors[f"usage.{number}"], tensors[f"born.{number}"]
+            if usage.shape != (layer.num_patches,) or born.shape != (layer.num_patches,):
+                raise ValueError(f"the learner's usage does not fit layer {number}; nothing was loaded")
+            key = str(number)
+            self.allocator.habits[number] = Habits(
+                usage, born, state["unfamiliar"][key], state["allocated"][key]
+            )
+            self.allocator.most[number] = state["most"][key]
+        totals = state["totals"]
+        self.totals = Totals(**{**totals, "surprise": Surprise(*totals["surprise"])})
+        self.history = np.asarray(state["history"], dtype=np.int64)
+        self.source = state["source"]
+
+    # --- what people give us
+
+    def _tokens(self, text: Text) -> np.ndarray:
+        if isinstance(text, str):
+            tokens = self._tokenizer().encode(text)
+        else:
+            tokens = np.asarray(text.cpu() if isinstance(text, Tensor) else text)
+            if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
+                raise ValueError(
+                    f"tokens of shape {tokens.shape} and type {tokens.dtype}: expected a sequence of ids"
+                )
+            tokens = tokens.astype(np.int64)
+        if not len(tokens):
+            raise ValueError("the text is empty; there is nothing to observe")
+        if len(tokens) > self.config.max_observation:
+            raise ValueError(
+                f"{len(tokens):,} tokens at once are more than max_observation="
+                f"{self.config.max_observation:,}; give the stream in pieces"
+            )
+        vocabulary = self.model.config.vocab_size
+        if tokens.min() < 0 or tokens.max() >= vocabulary:
+            outside = tokens[(tokens < 0) | (tokens >= vocabulary)][0]
+            raise ValueError(f"token {outside} is outside the vocabulary, 0 to {vocabulary - 1}")
+        return tokens
+
+    def _tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ValueError("this learner has no tokenizer: give tokens instead of text")
+        return self.tokenizer

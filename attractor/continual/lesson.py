@@ -1,0 +1,122 @@
+"""What a learner saw, what that teaches, and what it saw in all: records that are never changed in place."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attractor.continual.allocate import Allocation
+from attractor.continual.gates import Surprise
+
+
+def join(by: Callable[[Any, Any], Any], a: Mapping[Any, Any], b: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Both, in a's order and then b's; where a key is in both, `by` of the two values."""
+    return {**a, **{key: by(a[key], value) if key in a else value for key, value in b.items()}}
+
+
+def add(a: Any, b: Any) -> Any:
+    return a + b
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What an observation was like, before learning from it, and what it changed."""
+
+    tokens: int = 0
+    loss_sum: float = 0.0
+    scored: int = 0  # all tokens but the very first of a stream, which nothing predicts
+    taught: int = 0
+    held_back: dict[str, int] = field(default_factory=dict)  # by which gate
+    updates: int = 0
+    patches: dict[Any, int] = field(default_factory=dict)  # layer -> patches that learned, each update's
+    largest_change: dict[Any, float] = field(default_factory=dict)  # layer -> length of a patch's change
+    allocations: tuple[Allocation, ...] = ()
+    source: str | None = None
+    pending: int = 0  # tokens that wait for the next update
+
+    @property
+    def loss(self) -> float:
+        """Mean nats per token, before learning; NaN if no token was predicted."""
+        return self.loss_sum / self.scored if self.scored else math.nan
+
+    def then(self, next: "Observation") -> "Observation":
+        return Observation(
+            tokens=self.tokens + next.tokens,
+            loss_sum=self.loss_sum + next.loss_sum,
+            scored=self.scored + next.scored,
+            taught=self.taught + next.taught,
+            held_back=join(add, self.held_back, next.held_back),
+            updates=self.updates + next.updates,
+            patches=join(add, self.patches, next.patches),
+            largest_change=join(max, self.largest_change, next.largest_change),
+            allocations=self.allocations + next.allocations,
+            source=next.source,
+            pending=next.pending,
+        )
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What tokens since the last update teach."""
+
+    tokens: int = 0
+    taught: int = 0
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # of the summed loss, by layer and parameter
+    chosen: dict[Any, Tensor] = field(default_factory=dict)  # layer -> (K) bool: selected by admitted tokens
+    counts: dict[Any, Tensor] = field(default_factory=dict)  # layer -> (K) selections by all tokens
+    toward: dict[Any, Tensor] = field(default_factory=dict)  # layer -> (K, m) sum of w z of admitted tokens
+    amount: dict[Any, Tensor] = field(default_factory=dict)  # layer -> (K) sum of w of admitted tokens
+
+    def plus(self, other: "Lesson") -> "Lesson":
+        parts = ("gradients", "chosen", "counts", "toward", "amount")
+        sums = {part: join(add, getattr(self, part), getattr(other, part)) for part in parts}
+        return Lesson(self.tokens + other.tokens, self.taught + other.taught, **sums)
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Over the learner's life."""
+
+    tokens: int = 0
+    scored: int = 0
+    taught: int = 0
+    updates: int = 0
+    allocations: int = 0
+    held_back: dict[str, int] = field(default_factory=dict)
+    surprise: Surprise = field(default_factory=Surprise)
+
+    def after(self, seen: Observation, surprise: Surprise) -> "Totals":
+        return Totals(
+            tokens=self.tokens + seen.tokens,
+            scored=self.scored + seen.scored,
+            taught=self.taught + seen.taught,
+            updates=self.updates + seen.updates,
+            allocations=self.allocations + len(seen.allocations),
+            held_back=join(add, self.held_back, seen.held_back),
+            surprise=surprise,
+        )
+
+
+def contiguous_windows(
+    history: np.ndarray, tokens: np.ndarray, context: int
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Windows (w, t) that predict each new token once, after as much of the past as fits.
+
+    Returns inputs, targets and where the targets are new; None if nothing precedes a single first token.
+    """
+    stream = np.concatenate([history[-context:], tokens])
+    first, end = max(1, len(stream) - len(tokens)), len(stream)
+    inputs, targets, new = [], [], []
+    for start in range(first, end, context):
+        stop = min(start + context, end)
+        begin = max(0, stop - 1 - context)
+        inputs.append(stream[begin : stop - 1])
+        targets.append(stream[begin + 1 : stop])
+        new.append(np.arange(begin + 1, stop) >= start)
+    if not inputs:
+        return None
+    return tuple(torch.from_numpy(np.stack(part)) for part in (inputs, targets, new))  # type: ignore[return-value]

@@ -1,0 +1,327 @@
+"""The paper's Table 2: adapt to a second domain, and measure what is left of the first.
+
+attractor experiment table2 --size smoke      a few minutes on two CPU cores
+attractor experiment table2 --size paper      the paper's settings, one GPU
+
+Two protocols. "paper": 500 steps on a text of about 10 KB, which is hundreds of passes over it. "healthy": as
+many steps on 200 KB, stopped where the validation text of the new domain is predicted best, and measured on a
+test text. Whole trajectories are kept, because the last step alone tells another story than the best one.
+"""
+
+import copy
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attractor import monitor
+from attractor.checkpoint import find_model
+from attractor.config import LearnConfig, UpdateConfig
+from attractor.continual.baselines import FineTune
+from attractor.continual.learner import OnlineLearner
+from attractor.data import Batches, Dataset, read_text
+from attractor.distributed import parse_device
+from attractor.evaluate import autocast, evaluate, perplexity, routing
+from attractor.experiments.result import write_result
+from attractor.experiments.table1 import run_config, train_and_measure
+from attractor.model import GPT
+
+PAPER = {
+    "dense, everything": {"A_before": 4.32, "B_before": 4.99, "A_after": 29.44, "B_after": 17.78},
+    "APN, paper rule": {"A_before": 4.55, "B_before": 5.26, "A_after": 11.12, "B_after": 6.38},
+}
+PAPER_ROLES = ("decoders", "gates", "encoder", "prototypes")
+"""U, a, b, V and P: what the paper's rule trains."""
+
+Size = Literal["smoke", "paper"]
+Report = Callable[[dict[str, Any]], None]
+
+
+class Method(Protocol):
+    def step(self, inputs: Tensor, targets: Tensor) -> float: ...
+
+
+class Recipe(NamedTuple):
+    """How domain B is learned."""
+
+    characters: int
+    steps: int
+    batch_size: int
+    learning_rate: float
+    evaluated: tuple[int, ...]
+    stops_early: bool
+    tokens_of_A: int | None = None
+    """How much of the held-out A is read; None is all of it."""
+
+
+def protocols(size: Size) -> dict[str, Recipe]:
+    if size == "paper":
+        evaluated: tuple[int, ...] = (0, 10, 20, 50, 100, 150, 200, 300, 400, 500)
+        return {
+            "paper": Recipe(10_000, 500, 32, 1e-4, evaluated, False),
+            "healthy": Recipe(200_000, 500, 32, 1e-4, evaluated, True),
+        }
+    evaluated = (0, 5, 15, 30, 60)
+    return {
+        "paper": Recipe(10_000, 60, 16, 1e-3, evaluated, False, 16_384),
+        "healthy": Recipe(100_000, 60, 16, 1e-3, evaluated, True, 16_384),
+    }
+
+
+class Row(NamedTuple):
+    model: str
+    make: Callable[[GPT, float, Callable[[], AbstractContextManager], str], tuple[Method, int]]
+
+
+def _fine_tune(choose: Callable[[GPT], Any]) -> Callable[..., tuple[Method, int]]:
+    def make(model: GPT, rate: float, cast: Any, precision: str) -> tuple[Method, int]:
+        # the weight decay is torch's own, which the paper's code left as it was
+        method = FineTune(model, choose(model), learning_rate=rate, weight_decay=0.01, autocast=cast)
+        return method, sum(parameter.numel() for parameter in method.trainable)
+
+    return make
+
+
+def _local(model: GPT, rate: float, cast: Any, precision: str) -> tuple[Method, int]:
+    config = LearnConfig(update=UpdateConfig(train=("decoders", "gates"), learning_rate=rate), dropout=True)
+    learner = OnlineLearner(model, config=config, precision=precision)
+    return learner, sum(p.numel() for number in learner.layers for _, p in learner.update.trained(number))
+
+
+def _of_roles(*roles: str) -> Callable[[GPT], Any]:
+    return lambda model: [p for layer in model.apn_layers().values() for p in layer.parameters_of(*roles)]
+
+
+ROWS = {
+    "dense, everything": Row("dense", _fine_tune(lambda model: "all")),
+    "dense, FFN only": Row("dense", _fine_tune(lambda model: "ffn")),
+    "APN, everything": Row("apn", _fine_tune(lambda model: "all")),
+    "APN, paper rule": Row("apn", _fine_tune(_of_roles(*PAPER_ROLES))),
+    "APN, decoders only": Row("apn", _fine_tune(_of_roles("decoders"))),
+    "APN, strictly local": Row("apn", _local),
+}
+
+
+class Domains(NamedTuple):
+    """Held-out A; B to learn from, to choose the step by, and to measure on."""
+
+    A: np.ndarray
+    train: np.ndarray
+    validation: np.ndarray
+    test: np.ndarray
+
+
+def domains(dataset: Dataset, source: str, protocol: Recipe) -> Domains:
+    """The paper holds out the last tenth of B; where we stop early, another tenth is the test text."""
+    options: dict[str, Any] = {"size": protocol.characters} if source == "paper-shift" else {}
+    text = read_text(source, **options)[: protocol.characters]
+    tokens, _ = dataset.tokenizer.encode_known(text)
+    held_out = len(tokens) // 10
+    if held_out < 2:
+        raise ValueError(f"{source!r} has {len(tokens)} tokens that the model knows; that is too little")
+    test = tokens[-held_out:]
+    validation = tokens[-2 * held_out : -held_out] if protocol.stops_early else test
+    rest = 2 * held_out if protocol.stops_early else held_out
+    return Domains(np.asarray(dataset.val)[: protocol.tokens_of_A], tokens[:-rest], validation, test)
+
+
+def adapt(
+    name: str,
+    model: GPT,
+    data: Domains,
+    protocol: Recipe,
+    *,
+    precision: str = "auto",
+    seed: int = 0,
+    report: Report = lambda record: None,
+) -> dict[str, Any]:
+    """One row: the trajectory of a copy of the model."""
+    device = model.embedding.weight.device
+
+    def cast() -> AbstractContextManager:
+        return autocast(device, precision)
+
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    model = copy.deepcopy(model)
+    torch.manual_seed(seed)
+    method, trainable = ROWS[name].make(model, protocol.learning_rate, cast, precision)
+    batches = Batches(data.train, protocol.batch_size, model.config.context, seed)
+    trajectory: list[dict[str, Any]] = []
+    seconds, loss = 0.0, math.nan
+    for step in itertools.count():
+        if step in protocol.evaluated:
+            losses = {
+                part: evaluate(model, getattr(data, part), autocast=cast)
+                for part in ("A", "validation", "test")
+            }
+            trajectory.append(
+                {"step": step, "A": perplexity(losses["A"]), "B": perplexity(losses["test"]),
+                 "B_validation": perplexity(losses["validation"])}
+            )  # fmt: skip
+            report({"step": step, "doing": name, **trajectory[-1]})
+        if step == protocol.steps:
+            break
+        started = time.perf_counter()
+        loss = method.step(*next(batches))
+        seconds += time.perf_counter() - started
+    after = model.state_dict()
+    changed = sum(int((after[key] != old).sum()) for key, old in before.items())
+    best = min(trajectory, key=lambda point: point["B_validation"])
+    routed = routing(model, data.test)
+    entropies = [monitor.usage_entropy(monitor.usage(s.indices, s.num_patches)) for s in routed.values()]
+    return {
+        "trajectory": trajectory,
+        "before": trajectory[0],
+        "after": trajectory[-1],
+        "best": best,
+        "last_training_loss": loss,
+        "trainable": trainable,
+        "changed": changed,
+        "parameters": sum(value.numel() for value in before.values()),
+        "usage_entropy": sum(entropies) / len(entropies) if entropies else None,
+        "seconds": seconds,
+    }
+
+
+def overlap(model: GPT, data: Domains) -> dict[str, float]:
+    """Layer -> Omega(A, B) / k before adapting: how much of their patches the domains share."""
+    a, b = routing(model, data.A[: len(data.test)]), routing(model, data.test)
+    return {
+        str(layer): monitor.overlap_score(a[layer].indices, b[layer].indices, a[layer].num_patches)
+        for layer in a
+    }
+
+
+def run(
+    size: Size,
+    dataset: Dataset,
+    folder: Path,
+    result: Path,
+    *,
+    domain_b: str = "paper-shift",
+    device: str | None = None,
+    rows: tuple[str, ...] = tuple(ROWS),
+    seed: int = 0,
+    report: Report = lambda record: None,
+) -> dict[str, Any]:
+    """Train both models unless they are there, adapt every row, write the result. Finished rows are kept."""
+    where = parse_device(device)
+    found: dict[str, Any] = {}
+    wanted = {ROWS[name].model for name in rows}
+    trained = {}
+    for model in sorted(wanted, reverse=True):
+        config = run_config(model, size)
+        trained[model] = train_and_measure(config, dataset, folder / model, device=device, report=report)
+    models = {model: GPT.from_pretrained(find_model(folder / model), device=where) for model in wanted}
+    chosen = protocols(size)
+    for name, protocol in chosen.items():
+        data = domains(dataset, domain_b, protocol)
+        found[name] = {"settings": protocol._asdict(), "train_tokens": len(data.train), "rows": {}}
+        if "apn" in models:
+            found[name]["overlap"] = overlap(models["apn"], data)
+        for row in rows:
+            cell = folder / "cells" / f"{name}-{row.replace(', ', '-').replace(' ', '-')}-{seed}.json"
+            settings = {
+                "protocol": list(protocol),
+                "domain_b": domain_b,
+                "model": trained[ROWS[row].model]["val_loss"],
+            }
+            values = _finished(cell, settings)
+            if values is None:
+                values = adapt(row, models[ROWS[row].model], data, protocol, seed=seed, report=report)
+                write_result(cell, {"settings": settings, "values": values})
+            found[name]["rows"][row] = values
+    result_values = {
+        "experiment": "table2", "size": size, "seed": seed, "domain_b": domain_b,
+        "config": {model: values["config"] for model, values in trained.items()},
+        "pretrained": {model: values["val_ppl"] for model, values in trained.items()},
+        "protocols": found, "paper": PAPER if size == "paper" else None,
+    }  # fmt: skip
+    write_result(result, result_values)
+    return result_values
+
+
+def _finished(cell: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
+    if not cell.is_file():
+        return None
+    saved = json.loads(cell.read_text())
+    return saved["values"] if saved["settings"] == json.loads(json.dumps(settings)) else None
+
+
+def table(result: dict[str, Any]) -> str:
+    lines = []
+    for name, part in result["protocols"].items():
+        settings = part["settings"]
+        head = ["", "A before", "A best", "A end", "B before", "B best", "B end", "best step", "trained",
+                "changed", "entropy", "time"]  # fmt: skip
+        lines.append(
+            f"{name}: {settings['steps']} steps of {settings['batch_size']} sequences, learning rate "
+            f"{settings['learning_rate']:g}, {part['train_tokens']:,} tokens of B"
+        )
+        lines.append(_line(*head))
+        for row, values in part["rows"].items():
+            first, best, last = values["before"], values["best"], values["after"]
+            entropy = "" if values["usage_entropy"] is None else f"{values['usage_entropy']:.2f}"
+            perplexities = [point[domain] for domain in "AB" for point in (first, best, last)]
+            cells = [f"{value:.2f}" for value in perplexities] + [str(best["step"])]
+            cells += [_count(values["trainable"]), _count(values["changed"]), entropy]
+            lines.append(_line(row, *cells, f"{values['seconds']:.0f} s"))
+            if name == "paper" and result["paper"] and row in result["paper"]:
+                paper = result["paper"][row]
+                known = [f"{paper[key]:.2f}" if key in paper else ""
+                         for key in ("A_before", "", "A_after", "B_before", "", "B_after")]  # fmt: skip
+                lines.append(_line("  in the paper", *known))
+        lines.append("")
+    return "\n".join(lines + verdict(result))
+
+
+def _line(first: str, *cells: str) -> str:
+    return f"{first:20s} " + " ".join(f"{cell:>9s}" for cell in cells)
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e6:.2f}M" if number >= 1e5 else f"{number:,}"
+
+
+def verdict(result: dict[str, Any]) -> list[str]:
+    """What the numbers say, whichever way they fall."""
+    sentences = []
+    for name, part in result["protocols"].items():
+        rows = part["rows"]
+        worse = [row for row, values in rows.items() if values["after"]["B"] > values["before"]["B"]]
+        if worse:
+            sentences.append(
+                f"{name}: after the last step {len(worse)} of {len(rows)} rows predict B worse than before "
+                f"adapting ({', '.join(worse)}); their best step was "
+                f"{', '.join(str(rows[row]['best']['step']) for row in worse)}."
+            )
+        dense, rule = rows.get("dense, everything"), rows.get("APN, paper rule")
+        if dense and rule:
+            end, best = rule["after"]["A"] / dense["after"]["A"], rule["best"]["A"] / dense["best"]["A"]
+            sentences.append(
+                f"{name}: retention perplexity of the paper's rule over dense fine-tuning is {end:.2f} at "
+                f"the last step and {best:.2f} at each one's best step, where B is "
+                f"{rule['best']['B'] / dense['best']['B']:.2f} of dense."
+            )
+        control = rows.get("dense, FFN only")
+        if control and rule:
+            a, b = (rule["best"][x] / control["best"][x] for x in ("A", "B"))
+            sentences.append(
+                f"{name}: against the control that trains only the dense FFN, at the best steps: A {a:.2f}, "
+                f"B {b:.2f} (below 1 the paper's rule is better)."
+            )
+        local = rows.get("APN, strictly local")
+        if local and rule:
+            sentences.append(
+                f"{name}: the paper's rule changed {_count(rule['changed'])} parameters, the strictly local "
+                f"one {_count(local['changed'])}."
+            )
+    return sentences

@@ -1,0 +1,361 @@
+"""What all baselines promise, and that each behaves on a toy problem as its paper says."""
+
+import copy
+import doctest
+import itertools
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from attractor.config import APNConfig, GPTConfig
+from attractor.continual import baselines
+from attractor.continual.baselines import AGEM, EWC, GEM, Baseline, FineTune, LoRA, Replay
+from attractor.continual.update import NotFiniteUpdate
+from attractor.data import IGNORED, Batches
+from attractor.evaluate import evaluate
+from attractor.model import GPT
+
+VOCABULARY, CONTEXT = 12, 16
+
+
+def build(seed=0, dtype=torch.float32, **changes):
+    sizes = {"vocab_size": VOCABULARY, "context": CONTEXT, "num_layers": 2, "num_heads": 2, "dim": 32}
+    torch.manual_seed(seed)
+    return GPT(GPTConfig(**(sizes | {"apn": APNConfig(num_patches=16, top_k=2, rank=8)} | changes))).to(dtype)
+
+
+def batch(seed, rows=4, length=CONTEXT, vocabulary=VOCABULARY):
+    tokens = torch.randint(vocabulary, (rows, length + 1), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1].clone(), tokens[:, 1:].clone()
+
+
+def state_of(model, method):
+    optimizer = {
+        f"{number}.{name}": value
+        for number, parts in method.optimizer.state_dict()["state"].items()
+        for name, value in parts.items()
+    }
+    return {name: value.clone() for name, value in (model.state_dict() | optimizer).items()}
+
+
+def same(left, right):
+    return left.keys() == right.keys() and all(torch.equal(value, right[key]) for key, value in left.items())
+
+
+METHODS = {
+    "fine-tune": FineTune,
+    "fine-tune ffn": partial(FineTune, train="ffn"),
+    "lora": partial(LoRA, targets="all", rank=2),
+    "ewc": partial(EWC, anchor=[batch(7)], strength=10.0),
+    "gem": partial(GEM, memories=[batch(7), batch(8)]),
+    "agem": partial(AGEM, memory=batch(7, rows=9), batch_size=3),
+    "replay": partial(Replay, memory=batch(7, rows=9), fraction=0.25),
+}
+every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+
+
+def test_the_example_runs():
+    assert doctest.testmod(baselines).failed == 0
+    assert all(issubclass(getattr(baselines, name), Baseline) for name in baselines.__all__)
+
+
+@pytest.mark.parametrize("ffn", ["mlp", "apn"])
+@every_method
+def test_one_interface(method, ffn):
+    model = build(ffn=ffn, dropout=0.1)
+    model.positions.weight.requires_grad_(False)
+    before, keys = copy.deepcopy(model), list(model.state_dict())
+    flags = [parameter.requires_grad for parameter in model.parameters()]
+    model.eval()
+    learner = method(model, learning_rate=1e-2, clip_norm=1.0, weight_decay=0.01)
+    learning = set(learner.trainable)
+    assert learning
+    assert all(parameter.requires_grad == (parameter in learning) for parameter in model.parameters())
+    losses = [learner.step(*batch(0)) for _ in range(12)]
+    assert all(isinstance(loss, float) for loss in losses)
+    assert losses[-1] < losses[0]
+    assert not model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    adapted = learner.finish()
+    assert adapted is model
+    assert learner.finish() is model  # a second time changes nothing
+    assert list(model.state_dict()) == keys
+    assert [parameter.requires_grad for parameter in model.parameters()] == flags
+    assert not same(model.state_dict(), before.state_dict())
+    with pytest.raises(RuntimeError, match="finished"):
+        learner.step(*batch(0))
+
+
+@every_method
+def test_autocast(method):
+    autocast = partial(torch.autocast, "cpu", torch.bfloat16)
+    learner, exact = method(build(), autocast=autocast), method(build())
+    assert learner.step(*batch(0)) == pytest.approx(exact.step(*batch(0)), rel=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@every_method
+def test_on_a_gpu(method):
+    learner, exact = method(build().cuda(), dropout=False), method(build())
+    for number in range(3):  # batches come from the CPU
+        assert learner.step(*batch(number)) == pytest.approx(exact.step(*batch(number)), rel=1e-2)
+    assert learner.finish().embedding.weight.is_cuda
+
+
+@every_method
+def test_all_or_nothing(method):
+    """A bad step in between is as if it had not been: parameters, optimizer and all."""
+    model = build()
+    learner = method(model)
+    for number in range(2):
+        learner.step(*batch(number))
+    healthy = model.norm.weight[0].item()
+    with torch.no_grad():
+        model.norm.weight[0] = torch.nan
+    before = state_of(model, learner)
+    with pytest.raises(NotFiniteUpdate, match="the loss is nan; nothing was changed"):
+        learner.step(*batch(2))
+    after = state_of(model, learner)
+    assert all(torch.equal(value.nan_to_num(), after[key].nan_to_num()) for key, value in before.items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with torch.no_grad():
+        model.norm.weight[0] = healthy
+    assert np.isfinite(learner.step(*batch(2)))
+
+
+@pytest.mark.parametrize("kind", [GEM, AGEM])
+def test_a_bad_memory_changes_nothing(kind):
+    model = build()
+    memory = batch(7)
+    learner = GEM(model, [memory]) if kind is GEM else AGEM(model, memory, 4)
+    learner.step(*batch(0, length=8))
+    with torch.no_grad():
+        model.positions.weight[12] = torch.nan  # beyond the batch, within the memory
+    before = state_of(model, learner)
+    with pytest.raises(NotFiniteUpdate):
+        learner.step(*batch(1, length=8))
+    assert all(
+        torch.equal(value.nan_to_num(), state_of(model, learner)[key].nan_to_num())
+        for key, value in before.items()
+    )
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing():
+    class Cliff(Baseline):
+        def penalty(self):
+            return (self.trainable[0] * 0).abs().sqrt().sum()  # worth 0, of infinite slope
+
+    model = build()
+    learner = Cliff(model)
+    before = state_of(model, learner)
+    with pytest.raises(NotFiniteUpdate, match="a gradient is not finite"):
+        learner.step(*batch(0))
+    assert same(before, state_of(model, learner))
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.1])
+def test_fine_tuning_is_the_usual_loop(clip_norm):
+    model, usual = build(), build()
+    learner = FineTune(model, learning_rate=1e-2, weight_decay=0.1, clip_norm=clip_norm)
+    optimizer = torch.optim.AdamW(usual.parameters(), lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)
+    for number in range(5):
+        inputs, targets = batch(number)
+        targets[0, :3] = IGNORED
+        loss = F.cross_entropy(usual(inputs).transpose(1, 2), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(usual.parameters(), clip_norm)
+        optimizer.step()
+        assert learner.step(inputs, targets) == pytest.approx(float(loss.detach()), rel=1e-6)
+    for ours, theirs in zip(model.parameters(), usual.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_dropout_is_on_or_off():
+    model = build(dropout=0.5)
+    inputs, targets = batch(0)
+    with torch.no_grad():
+        quiet = F.cross_entropy(copy.deepcopy(model).eval()(inputs).transpose(1, 2), targets)
+    assert FineTune(copy.deepcopy(model), dropout=False).step(inputs, targets) == pytest.approx(float(quiet))
+    losses = {FineTune(copy.deepcopy(model)).step(inputs, targets) for _ in range(3)}
+    assert len(losses) == 3
+    assert model.training
+
+
+@pytest.mark.parametrize("ffn", ["mlp", "apn"])
+def test_what_is_not_trained_keeps_its_bytes(ffn):
+    model = build(ffn=ffn, per_layer={"1": {"ffn": "apn"}})
+    before = copy.deepcopy(model)
+    chosen = {id(parameter) for block in model.blocks for parameter in block.ffn.parameters()}
+    learner = FineTune(model, "ffn", weight_decay=0.1, learning_rate=1e-2)
+    learner.step(*batch(0))
+    learner.finish()
+    for now, then in zip(model.parameters(), before.parameters(), strict=True):
+        assert torch.equal(now, then) == (id(now) not in chosen)
+    learner = FineTune(model, [model.norm.weight])
+    before = copy.deepcopy(model)
+    learner.step(*batch(0))
+    learner.finish()
+    changed = [
+        name
+        for (name, now), then in zip(model.named_parameters(), before.parameters(), strict=True)
+        if not torch.equal(now, then)
+    ]
+    assert changed == ["norm.weight"]
+
+
+@given(st.integers(2, 120), st.integers(0, 99))
+def test_replay_mixes(rows, percent):
+    model = build(num_layers=1, dim=2)
+    memory = tuple(part % 3 for part in batch(7, rows=130, length=4))
+    new = tuple(part % 3 + 6 for part in batch(0, rows=rows, length=4))
+    learner = Replay(model, memory, percent / 100)
+    expected = -(-rows * percent // 100)  # rounded up, in integers
+    if expected == rows:
+        with pytest.raises(ValueError, match="leaves none of the batch"):
+            learner.mix(*new)
+        return
+    mixed = learner.mix(*new)
+    assert mixed[0].shape == mixed[1].shape == new[0].shape
+    old_rows = {(*inputs.tolist(), *targets.tolist()) for inputs, targets in zip(*memory, strict=True)}
+    kept = rows - expected
+    for part, given_part in zip(mixed, new, strict=True):
+        assert torch.equal(part[:kept], given_part[:kept])
+    for inputs, targets in zip(mixed[0][kept:], mixed[1][kept:], strict=True):
+        assert (*inputs.tolist(), *targets.tolist()) in old_rows
+
+
+def test_replay_draws():
+    model, new = build(), batch(0, rows=8)
+    numbered = torch.arange(16).view(16, 1) % VOCABULARY * torch.ones(1, CONTEXT, dtype=torch.int64)
+    learner, again = Replay(model, (numbered, numbered), 0.5), Replay(model, (numbered, numbered), 0.5)
+    draws = [learner.mix(*new)[0][4:, 0].tolist() for _ in range(40)]
+    assert draws == [again.mix(*new)[0][4:, 0].tolist() for _ in range(40)]
+    assert {token for draw in draws for token in draw} == set(range(VOCABULARY))  # each has its turn
+    without, plain = Replay(build(), batch(7), 0.0), FineTune(build())
+    assert without.step(*new) == plain.step(*new)
+    assert same(without.model.state_dict(), plain.model.state_dict())
+
+
+def test_mistakes():
+    model = build()
+    inputs, targets = batch(0)
+    flags = [parameter.requires_grad for parameter in model.parameters()]
+    good = batch(7)
+    no_rows = (inputs[:0], targets[:0])
+    for make, message in (
+        (partial(FineTune, train="head"), "train='head' is unknown; allowed: 'all', 'ffn'"),
+        (partial(FineTune, train=[]), "parameters of this model"),
+        (partial(FineTune, train=[build().norm.weight]), "parameters of this model"),
+        (partial(FineTune, train=[model.norm.weight] * 2), "each once"),
+        (partial(FineTune, learning_rate=0.0), "learning_rate=0.0 must be a positive number"),
+        (partial(FineTune, weight_decay=-1.0), "weight_decay=-1.0"),
+        (partial(FineTune, clip_norm=0.0), "clip_norm=0.0"),
+        (partial(LoRA, learning_rate=0.0), "learning_rate=0.0"),
+        (partial(LoRA, rank=0), "rank=0"),
+        (partial(LoRA, targets="head"), "targets='head' is unknown"),
+        (partial(LoRA, adapter_dropout=1.0), "adapter_dropout=1.0"),
+        (partial(EWC, anchor=[], strength=1.0), "anchor is empty"),
+        (partial(EWC, anchor=[no_rows], strength=1.0), "not empty"),
+        (partial(EWC, anchor=[good], strength=-1.0), "strength=-1.0 must be a number, 0 or more"),
+        (partial(EWC, anchor=[good], strength=float("nan")), "strength=nan"),
+        (partial(EWC, anchor=[good], strength=1.0, labels="true"), "labels='true'"),
+        (partial(EWC, anchor=[good], strength=1.0, fisher_decay=2.0), "fisher_decay=2.0"),
+        (partial(EWC, anchor=Batches(np.arange(99), 2, 4, 0), strength=1.0), "never ends"),
+        (partial(GEM, memories=[]), "0 memories: give 1 to 10"),
+        (partial(GEM, memories=[good] * 11), "11 memories"),
+        (partial(GEM, memories=[good, no_rows]), "memory 1 has inputs of shape"),
+        (partial(GEM, memories=[good], margin=-0.1), "margin=-0.1"),
+        (partial(AGEM, memory=no_rows), "the memory has inputs of shape"),
+        (partial(AGEM, memory=good, batch_size=5), "batch_size=5 is more than the memory's 4"),
+        (partial(Replay, memory=no_rows), "the memory has inputs of shape"),
+        (partial(Replay, memory=good, fraction=1.0), "fraction=1.0"),
+        (partial(Replay, memory=good, fraction=-0.1), "fraction=-0.1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make(model)
+        assert [parameter.requires_grad for parameter in model.parameters()] == flags, message
+        assert list(model.state_dict()) == list(build().state_dict()), message
+    learner = FineTune(model)
+    for wrong, message in (
+        ((inputs, targets[:2]), "both must be the same"),
+        ((inputs[0], targets[0]), "both must be the same"),
+        ((inputs, targets.float()), "both must be torch.int64"),
+        ((inputs + VOCABULARY, targets), "tokens outside 0 to 11"),
+        ((inputs, targets - VOCABULARY), "tokens outside 0 to 11"),
+        (batch(0, length=CONTEXT + 1), "the model's context is 16"),
+        ((inputs, targets.tolist()), "two tensors"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            learner.step(*wrong)
+    with pytest.raises(ValueError, match="sequences of 8 tokens, the batch of 16"):
+        Replay(model, batch(7, length=8)).step(inputs, targets)
+    with pytest.raises(ValueError, match="holds 1 sequences, 2 were asked for"):
+        Replay(model, batch(7, rows=1), 0.5).step(inputs, targets)
+    with pytest.raises(ValueError, match="leaves none of the batch"):
+        Replay(model, good).step(*batch(0, rows=1))
+
+
+def markov(alphabet, order_seed, seed, length):
+    """A cycle through the alphabet in a random order, with one step in seven to anywhere."""
+    order = np.random.default_rng(order_seed).permutation(alphabet)
+    chance = np.random.default_rng(seed)
+    jumps, landing = chance.random(length) < 0.15, chance.integers(len(order), size=length)
+    places = [0]
+    for jump, place in zip(jumps[1:], landing[1:], strict=True):
+        places.append(place if jump else (places[-1] + 1) % len(order))
+    return order[places]
+
+
+@pytest.fixture(scope="module")
+def forgetting():
+    """Learn A, then B, which has half of A's alphabet in another order: held-out losses by method."""
+    alphabets = {"A": (range(8), 1), "B": (range(4, 12), 2)}
+    text = {name: markov(*source, 3, 6000) for name, source in alphabets.items()}
+    held_out = {name: markov(*source, 4, 1500) for name, source in alphabets.items()}
+    learner = FineTune(build(), learning_rate=3e-3)
+    for tokens in itertools.islice(Batches(text["A"], 16, CONTEXT, 0), 200):
+        learner.step(*tokens)
+    start = learner.finish()
+    memory = Batches(text["A"], 64, CONTEXT, 9).batch(0)
+    methods = {
+        "fine-tune": FineTune,
+        "ewc": partial(EWC, anchor=[memory], strength=100.0),
+        "gem": partial(GEM, memories=[memory]),
+        "agem": partial(AGEM, memory=memory, batch_size=32),
+        "replay": partial(Replay, memory=memory, fraction=0.25),
+        "lora": partial(LoRA, rank=4, targets="all"),
+    }
+    losses = {"start": {name: evaluate(start, tokens) for name, tokens in held_out.items()}}
+    sizes = {}
+    for name, method in methods.items():
+        learner = method(copy.deepcopy(start), learning_rate=1e-3)
+        for tokens in itertools.islice(Batches(text["B"], 16, CONTEXT, 0), 150):
+            learner.step(*tokens)
+        sizes[name] = sum(parameter.numel() for parameter in learner.trainable)
+        model = learner.finish()
+        losses[name] = {name: evaluate(model, tokens) for name, tokens in held_out.items()}
+    return losses, sizes
+
+
+@pytest.mark.parametrize("name", ["ewc", "gem", "agem", "replay"])
+def test_forgets_less_than_fine_tuning(name, forgetting):
+    losses, _ = forgetting
+    start, plain, guarded = losses["start"], losses["fine-tune"], losses[name]
+    assert plain["A"] > start["A"] + 1.0  # fine-tuning forgets
+    assert start["B"] > plain["B"] + 3.0  # and learns
+    assert guarded["A"] - start["A"] < (plain["A"] - start["A"]) / 2
+    assert guarded["B"] < plain["B"] + 0.2
+
+
+def test_lora_learns_with_few_parameters(forgetting):
+    losses, sizes = forgetting
+    assert losses["lora"]["B"] < losses["start"]["B"] - 2.0
+    assert sizes["lora"] < sizes["fine-tune"] / 3
