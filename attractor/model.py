@@ -7,6 +7,7 @@ h' = h + Attention(Norm(h));  y = h' + FFN(Norm(h')).
     model.save_pretrained("my-model"); GPT.from_pretrained("my-model")
 """
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Literal, Self, overload
@@ -99,7 +100,11 @@ class Block(nn.Module):
             update, stats = self.ffn(self.norm_2(h), return_stats=True)
             # the paper's |Delta| / |h| is to the residual stream, not to its normalised copy
             hidden_norm = torch.linalg.vector_norm(h.detach(), dim=-1)
-            return h + update, stats._replace(input_norm=hidden_norm)
+            return h + update, RoutingStats(  # not stats._replace: torch 2.11 cannot compile it
+                indices=stats.indices, weights=stats.weights, confidence=stats.confidence,
+                balance=stats.balance, entropy=stats.entropy, update_norm=stats.update_norm,
+                input_norm=hidden_norm, num_patches=stats.num_patches,
+            )  # fmt: skip
         return h + self.ffn(self.norm_2(h)), None
 
 
@@ -179,8 +184,18 @@ class GPT(nn.Module):
         except SafetensorError as error:
             raise OSError(f"cannot write {folder}: {error}") from error
         os.replace(partial, folder / "model.safetensors")
-        partial.write_text(self.config.to_json())
+        partial.write_text(self._config_now().to_json())
         os.replace(partial, folder / "config.json")
+
+    def _config_now(self) -> GPTConfig:
+        """The configuration with the patches that layers have by now: they may have grown."""
+        per_layer = dict(self.config.per_layer)
+        for number, layer in self.apn_layers().items():
+            _, settings = self.config.ffn_of(number)
+            if not isinstance(settings, APNConfig) or settings.num_patches != layer.num_patches:
+                own = per_layer.get(str(number), {})
+                per_layer[str(number)] = {**own, "num_patches": layer.num_patches}
+        return dataclasses.replace(self.config, per_layer=per_layer)
 
     @classmethod
     def from_pretrained(

@@ -136,23 +136,23 @@ class MoE(nn.Module):
     def _mix(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """sum_k weight * expert(token): tokens sorted by expert, through the experts, and back."""
         top_k = indices.shape[1]
+        if _is_autocast(tokens.device.type) and tokens.dtype != torch.float64:
+            # as autocast would before the product, and grouped_mm has no autocast; here it halves the copies
+            tokens = tokens.to(torch.get_autocast_dtype(tokens.device.type))
         ordered, order = indices.flatten().sort(stable=True)
         place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
-        rows = tokens.unsqueeze(1).expand(-1, top_k, -1).reshape(-1, self.dim)
-        rows = self._experts(_Permute.apply(rows, order, place), ordered)
-        rows = _Permute.apply(rows, place, order).reshape(len(tokens), top_k, self.dim)
+        rows = self._experts(_Reorder.apply(tokens, order, place, top_k), ordered)
+        rows = _Reorder.apply(rows, place, order, 1).reshape(len(tokens), top_k, self.dim)
         return (rows * weights.to(rows.dtype).unsqueeze(-1)).sum(1)
 
     def _experts(self, rows: Tensor, ordered: Tensor) -> Tensor:
         """Each row (sorted by expert) through its own expert."""
         experts = torch.arange(self.config.num_experts, device=rows.device)
         ends = torch.searchsorted(ordered, experts, right=True)  # no bincount: it waits for the host
-        device = rows.device.type
-        dtype = torch.get_autocast_dtype(device) if _is_autocast(device) else rows.dtype
         fits = len(rows) and self.dim % 8 == 0 and self.hidden % 8 == 0  # it wants strides of 16 bytes
-        if fits and device == "cuda" and dtype == torch.bfloat16 and hasattr(F, "grouped_mm"):
-            up, out, ends = self.up.to(dtype), self.out.to(dtype), ends.int()  # it has no autocast
-            return F.grouped_mm(F.gelu(F.grouped_mm(rows.to(dtype), up, offs=ends)), out, offs=ends)
+        if fits and rows.is_cuda and rows.dtype == torch.bfloat16 and hasattr(F, "grouped_mm"):
+            up, out, ends = self.up.to(rows.dtype), self.out.to(rows.dtype), ends.int()
+            return F.grouped_mm(F.gelu(F.grouped_mm(rows, up, offs=ends)), out, offs=ends)
         sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
         parts = zip(rows.split(sizes), self.up, self.out, strict=True)
         return torch.cat([F.gelu(part @ up) @ out for part, up, out in parts])
@@ -203,23 +203,26 @@ class Switch(MoE):
         return _mean_entropy(routed.logits.softmax(-1))
 
 
-class _Permute(torch.autograd.Function):
-    """rows[order] for a permutation. Its gradient is the inverse permutation: nothing to add up, so no
-    atomics, where indexing would scatter."""
+class _Reorder(torch.autograd.Function):
+    """Each row `repeats` times, the copies permuted by `order`. The gradient permutes them back and adds the
+    copies: no atomics, where indexing would scatter."""
 
     @staticmethod
-    def forward(rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        return rows[order]
+    def forward(rows: Tensor, order: Tensor, inverse: Tensor, repeats: int) -> Tensor:
+        return rows[order // repeats]
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        _, order, inverse = inputs
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: Tensor) -> None:
+        _, order, inverse, ctx.repeats = inputs
         ctx.save_for_backward(order, inverse)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         order, inverse = ctx.saved_tensors
-        return _Permute.apply(gradients[0], inverse, order), None, None
+        copies = _Reorder.apply(gradients[0], inverse, order, 1)
+        if ctx.repeats > 1:
+            copies = copies.reshape(-1, ctx.repeats, copies.shape[-1]).sum(1)
+        return copies, None, None, None
 
 
 def _is_autocast(device_type: str) -> bool:

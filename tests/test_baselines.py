@@ -83,10 +83,13 @@ def test_one_interface(method, ffn):
     assert all(parameter.grad is None for parameter in model.parameters())
     adapted = learner.finish()
     assert adapted is model
-    assert learner.finish() is model  # a second time changes nothing
     assert list(model.state_dict()) == keys
     assert [parameter.requires_grad for parameter in model.parameters()] == flags
     assert not same(model.state_dict(), before.state_dict())
+    before = copy.deepcopy(model.requires_grad_(False))
+    assert learner.finish() is model  # a second time changes nothing
+    assert same(model.state_dict(), before.state_dict())
+    assert not any(parameter.requires_grad for parameter in model.parameters())
     with pytest.raises(RuntimeError, match="finished"):
         learner.step(*batch(0))
 
@@ -246,6 +249,7 @@ def test_replay_draws():
 
 def test_mistakes():
     model = build()
+    model.positions.weight.requires_grad_(False)
     inputs, targets = batch(0)
     flags = [parameter.requires_grad for parameter in model.parameters()]
     good = batch(7)

@@ -8,6 +8,8 @@ import shlex
 import pytest
 
 from attractor import cli, presets
+from attractor.cli import experiments
+from attractor.data import prepare
 from attractor.experiments import table1
 from attractor.version import __version__
 
@@ -109,7 +111,7 @@ def test_table1(text, capsys, monkeypatch):
         return dataclasses.replace(config, model=shape, train=train)
 
     monkeypatch.setattr(table1, "run_config", small)
-    monkeypatch.setattr(cli, "_dataset", lambda config: cli.prepare(text, "data/words"))
+    monkeypatch.setattr(experiments, "dataset_of", lambda config: prepare(text, "data/words"))
     assert run("experiment", "table1", "--device", "cpu", "--result", "out.json") == 0
     shown = capsys.readouterr().out
     result = json.loads((text.parent / "out.json").read_text())

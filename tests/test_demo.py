@@ -172,7 +172,7 @@ def test_routing_is_counted_over_the_whole_validation_text(finished, dataset):
         assert tokens[int(dataset.tokenizer.encode(text)[0])] == max(tokens.values())
         assert share == pytest.approx(max(tokens.values()) / sum(tokens.values()))
     assert layer["usage_entropy"] == pytest.approx(-sum(q * math.log(q) for q in layer["usage"] if q))
-    lines = demo.routing(result).splitlines()[::2]
+    lines = demo.routing_table(result).splitlines()[::2]
     assert len(lines) == len(result["routing"])
     assert all(len(re.findall("[\u2581-\u2588]", line)) == 30 - layer["dead_patches"]
                for line, layer in zip(lines, result["routing"].values(), strict=True))  # fmt: skip

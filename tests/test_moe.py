@@ -174,7 +174,7 @@ def test_tokens_over_capacity_pass_through_in_order():
     torch.testing.assert_close(layer(x[6:7]), update.view(10, 6)[6:7])
 
 
-@pytest.mark.parametrize(("tokens", "factor", "capacity"), [(50, 1.1, 11), (51, 1.1, 12), (1, 0.01, 1)])
+@pytest.mark.parametrize(("tokens", "factor", "capacity"), [(50, 1.1, 11), (51, 1.1, 12), (1, 1e-12, 1)])
 def test_capacity_is_rounded_up_and_never_zero(tokens, factor, capacity):
     layer = build(Switch, capacity_factor=factor)
     x = torch.randn(1, 6, dtype=torch.float64).expand(tokens, -1)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_layer import build, every_variant
 
-from attractor.config import UpdateConfig
+from attractor.continual.config import UpdateConfig
 from attractor.continual.update import LocalUpdate, NotFiniteUpdate, most_specific, taught_patches
 from attractor.layer import PATCH_ROLES, ROLES
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from attractor import ops
-from attractor.config import AllocationConfig
+from attractor.continual.config import AllocationConfig
 from attractor.continual.update import LocalUpdate, Undo, write_rows
 from attractor.layer import APN, mode
 
@@ -116,7 +116,8 @@ class Allocator:
             update.forget(number, patch, undo)
         row = torch.tensor([patch], device=usage.device)
         write_rows(layer.prototypes, row, length * direction, undo)
-        usage = usage.index_fill(0, row, float(usage.mean()))  # neither idle nor busy before it had a chance
+        others = float((usage.sum() - usage[patch]) / (len(usage) - 1))
+        usage = usage.index_fill(0, row, others)  # neither idle nor busy before it had a chance
         habits = Habits(usage / usage.sum(), born.index_fill(0, row, token), 0, token)
 
         with mode(layer, training=False):

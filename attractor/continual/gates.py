@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attractor.config import GateConfig
+from attractor.continual.config import GateConfig
 
 WARM_UP = 256
 """Tokens of the stream before a loss can be called an outlier."""

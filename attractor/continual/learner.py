@@ -27,8 +27,8 @@ from torch.nn import functional as F
 
 from attractor import monitor
 from attractor.checkpoint import find_model, write_folder
-from attractor.config import LearnConfig
 from attractor.continual.allocate import Allocator, Habits, Seen
+from attractor.continual.config import LearnConfig
 from attractor.continual.gates import Surprise, admit
 from attractor.continual.lesson import Lesson, Observation, Totals, contiguous_windows
 from attractor.continual.update import (
@@ -82,6 +82,7 @@ class OnlineLearner:
         self.lesson = Lesson()
         self.totals = Totals()
         self.source: str | None = None
+        self.notes: dict[str, Any] = {}  # whoever feeds the stream may keep its own place here
 
     @property
     def device(self) -> torch.device:
@@ -386,7 +387,8 @@ class OnlineLearner:
                 raise OSError(f"cannot write {folder}: {error}") from error
             state = {
                 "config": self.config.to_dict(), "totals": dataclasses.asdict(self.totals),
-                "history": self.history.tolist(), "source": self.source, "most": dict(self.allocator.most),
+                "history": self.history.tolist(), "source": self.source, "notes": self.notes,
+                "most": dict(self.allocator.most),
                 "unfamiliar": {number: own.unfamiliar for number, own in habits.items()},
                 "allocated": {number: own.allocated for number, own in habits.items()},
             }  # fmt: skip
@@ -436,7 +438,7 @@ class OnlineLearner:
         totals = state["totals"]
         self.totals = Totals(**{**totals, "surprise": Surprise(*totals["surprise"])})
         self.history = np.asarray(state["history"], dtype=np.int64)
-        self.source = state["source"]
+        self.source, self.notes = state["source"], state["notes"]
 
     # --- what people give us
 

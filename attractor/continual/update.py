@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attractor.config import UpdateConfig
+from attractor.continual.config import UpdateConfig
 from attractor.layer import APN, PATCH_ROLES, ROLES, RoutingStats, check_roles
 
 EPSILON = 1e-8

@@ -6,18 +6,19 @@ attractor demo      two to three minutes on two CPU cores; then open runs/demo/r
 import dataclasses
 import json
 import math
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from attractor import monitor, presets
 from attractor.checkpoint import find_model, read_metrics
 from attractor.config import RunConfig
-from attractor.data import Dataset, windows
+from attractor.data import Dataset
+from attractor.evaluate import routing
 from attractor.experiments.report import TITLES, comparison, render, specialists, verdict
 from attractor.experiments.result import write_result
 from attractor.experiments.table1 import train_and_measure
@@ -96,20 +97,14 @@ def check_unchanged(folder: Path, config: RunConfig) -> None:
         )
 
 
-@torch.no_grad()
 def routing_health(model: GPT, dataset: Dataset) -> dict[str, dict[str, Any]]:
     """What the router of each APN layer does with the whole validation text."""
-    model.eval()
-    tokens, parts = [], defaultdict(list)
-    for inputs, _, _ in windows(dataset.val, model.config.context, 64):
-        tokens.append(inputs.flatten())
-        for layer, stats in model(inputs, return_stats=True)[1].items():
-            values = (stats.indices, stats.confidence, stats.update_norm / stats.input_norm)
-            parts[layer].append([value.flatten(0, 1) for value in values])
+    tokens = torch.from_numpy(dataset.val[:-1].astype(np.int64))
+    found = routing(model, dataset.val)
     health = {}
     for layer, apn in model.apn_layers().items():
-        indices, confidence, update_ratio = (torch.cat(part) for part in zip(*parts[layer], strict=True))
-        usage = monitor.usage(indices, apn.num_patches)
+        stats = found[layer]
+        usage = monitor.usage(stats.indices, apn.num_patches)
         entropy = monitor.usage_entropy(usage)
         health[str(layer)] = {
             "num_patches": apn.num_patches,
@@ -118,9 +113,9 @@ def routing_health(model: GPT, dataset: Dataset) -> dict[str, dict[str, Any]]:
             "usage_entropy": entropy,
             "effective_patches": math.exp(entropy),
             "dead_patches": len(monitor.dead_patches(usage)),
-            "confidence": float(confidence.mean()),
-            "update_ratio": float(update_ratio.mean()),
-            "favourites": favourites(indices, torch.cat(tokens), apn.num_patches, dataset.tokenizer),
+            "confidence": float(stats.confidence.mean()),
+            "update_ratio": float((stats.update_norm / stats.input_norm).mean()),
+            "favourites": favourites(stats.indices, tokens, apn.num_patches, dataset.tokenizer),
         }
     return health
 
@@ -155,7 +150,7 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def routing(result: dict[str, Any]) -> str:
+def routing_table(result: dict[str, Any]) -> str:
     """Two lines for each APN layer: its patches from the busiest to the idlest, and the numbers."""
     lines = []
     for number, layer in result["routing"].items():

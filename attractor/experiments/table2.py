@@ -24,8 +24,8 @@ from torch import Tensor
 
 from attractor import monitor
 from attractor.checkpoint import find_model
-from attractor.config import LearnConfig, UpdateConfig
 from attractor.continual.baselines import FineTune
+from attractor.continual.config import LearnConfig, UpdateConfig
 from attractor.continual.learner import OnlineLearner
 from attractor.data import Batches, Dataset, read_text
 from attractor.distributed import parse_device
@@ -74,6 +74,12 @@ def protocols(size: Size) -> dict[str, Recipe]:
         "paper": Recipe(10_000, 60, 16, 1e-3, evaluated, False, 16_384),
         "healthy": Recipe(100_000, 60, 16, 1e-3, evaluated, True, 16_384),
     }
+
+
+def work(size: Size) -> int:
+    """Steps of training and of adapting, for a progress bar."""
+    training = sum(run_config(model, size).train.max_steps for model in ("dense", "apn"))
+    return training + len(ROWS) * sum(recipe.steps for recipe in protocols(size).values())
 
 
 class Row(NamedTuple):
@@ -166,7 +172,7 @@ def adapt(
                 {"step": step, "A": perplexity(losses["A"]), "B": perplexity(losses["test"]),
                  "B_validation": perplexity(losses["validation"])}
             )  # fmt: skip
-            report({"step": step, "doing": name, **trajectory[-1]})
+        report({"step": step})
         if step == protocol.steps:
             break
         started = time.perf_counter()
@@ -214,16 +220,25 @@ def run(
 ) -> dict[str, Any]:
     """Train both models unless they are there, adapt every row, write the result. Finished rows are kept."""
     where = parse_device(device)
-    found: dict[str, Any] = {}
-    wanted = {ROWS[name].model for name in rows}
-    trained = {}
-    for model in sorted(wanted, reverse=True):
-        config = run_config(model, size)
-        trained[model] = train_and_measure(config, dataset, folder / model, device=device, report=report)
-    models = {model: GPT.from_pretrained(find_model(folder / model), device=where) for model in wanted}
     chosen = protocols(size)
+    texts = {name: domains(dataset, domain_b, recipe) for name, recipe in chosen.items()}
+    found: dict[str, Any] = {}
+    wanted = sorted({ROWS[name].model for name in rows}, reverse=True)
+    trained = {}
+    done = 0
+
+    def progress(doing: str) -> Report:
+        return lambda record: report({**record, "doing": doing, "done": done + record["step"]})
+
+    for model in wanted:
+        config = run_config(model, size)
+        trained[model] = train_and_measure(
+            config, dataset, folder / model, device=device, report=progress(f"training {model}")
+        )
+        done += config.train.max_steps
+    models = {model: GPT.from_pretrained(find_model(folder / model), device=where) for model in wanted}
     for name, protocol in chosen.items():
-        data = domains(dataset, domain_b, protocol)
+        data = texts[name]
         found[name] = {"settings": protocol._asdict(), "train_tokens": len(data.train), "rows": {}}
         if "apn" in models:
             found[name]["overlap"] = overlap(models["apn"], data)
@@ -236,9 +251,11 @@ def run(
             }
             values = _finished(cell, settings)
             if values is None:
-                values = adapt(row, models[ROWS[row].model], data, protocol, seed=seed, report=report)
+                watch = progress(f"{name}: {row}")
+                values = adapt(row, models[ROWS[row].model], data, protocol, seed=seed, report=watch)
                 write_result(cell, {"settings": settings, "values": values})
             found[name]["rows"][row] = values
+            done += protocol.steps
     result_values = {
         "experiment": "table2", "size": size, "seed": seed, "domain_b": domain_b,
         "config": {model: values["config"] for model, values in trained.items()},
@@ -291,6 +308,15 @@ def _count(number: int) -> str:
     return f"{number / 1e6:.2f}M" if number >= 1e5 else f"{number:,}"
 
 
+def retention_at(row: dict[str, Any], B: float) -> float | None:
+    """A when the trajectory first reaches this perplexity of B; a straight line between evaluations."""
+    for before, after in itertools.pairwise(row["trajectory"]):
+        if before["B"] > B >= after["B"]:
+            share = (before["B"] - B) / (before["B"] - after["B"])
+            return before["A"] + share * (after["A"] - before["A"])
+    return None
+
+
 def verdict(result: dict[str, Any]) -> list[str]:
     """What the numbers say, whichever way they fall."""
     sentences = []
@@ -318,6 +344,12 @@ def verdict(result: dict[str, Any]) -> list[str]:
                 f"{name}: against the control that trains only the dense FFN, at the best steps: A {a:.2f}, "
                 f"B {b:.2f} (below 1 the paper's rule is better)."
             )
+            same = retention_at(control, rule["best"]["B"])
+            if same is not None:
+                sentences.append(
+                    f"{name}: where that control predicts B as well ({rule['best']['B']:.2f}), its A is "
+                    f"{same:.2f}; the paper's rule has {rule['best']['A']:.2f}."
+                )
         local = rows.get("APN, strictly local")
         if local and rule:
             sentences.append(

@@ -62,8 +62,8 @@ class LoRA(Baseline):
         places = list(_linear_maps(model, targets))
         if not places:
             raise ValueError(
-                f"targets={targets!r}: this model has no such linear maps that are not adapted yet (the FFN "
-                'of an APN model is not dense); targets="attention" adapts attention'
+                f"targets={targets!r}: this model has no such linear maps that are not adapted yet (a routed "
+                'FFN is not dense); targets="attention" adapts attention'
             )
         generator = torch.Generator().manual_seed(seed)
         self.adapters: list[tuple[nn.Module, str, LowRank]] = []

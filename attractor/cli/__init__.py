@@ -1,0 +1,69 @@
+"""Train, sample and study Attractor Patch Networks. `attractor VERB --help` tells what a verb takes."""
+
+import logging
+import sys
+from typing import Annotated, Any
+
+import tyro
+
+from attractor import presets
+from attractor.cli.bench import BenchDecode, BenchLayer, BenchTrain
+from attractor.cli.common import INTERRUPTED
+from attractor.cli.continual import Adapt, Monitor
+from attractor.cli.data import DataList, DataPrepare
+from attractor.cli.experiments import Demo, ExperimentList, Table1, Table2
+from attractor.cli.models import Info, Sample, Train
+from attractor.continual.update import NotFiniteUpdate
+from attractor.corpora import CorpusUnavailable
+from attractor.trainer import NotFiniteLoss
+from attractor.version import __version__
+
+
+def _commands() -> Any:
+    """The tree of verbs as a type: tyro makes parser, help and completion from it."""
+    train = tyro.extras.subcommand_type_from_defaults(
+        {name: Train(config=preset(), preset=name) for name, preset in presets.NAMES.items()},
+        {name: preset.__doc__ or "" for name, preset in presets.NAMES.items()},
+    )
+    verb = tyro.conf.subcommand
+    return (
+        Annotated[
+            Annotated[DataList, verb("list")] | Annotated[DataPrepare, verb("prepare")],
+            verb("data", description="List and prepare texts."),
+        ]
+        | Annotated[train, verb("train", description="Train a model from a preset.")]
+        | Annotated[Sample, verb("sample")]
+        | Annotated[Info, verb("info")]
+        | Annotated[Adapt, verb("adapt")]
+        | Annotated[Monitor, verb("monitor")]
+        | Annotated[Demo, verb("demo")]
+        | Annotated[
+            Annotated[ExperimentList, verb("list")]
+            | Annotated[Table1, verb("table1")]
+            | Annotated[Table2, verb("table2")],
+            verb("experiment", description="Reproduce a table or a figure."),
+        ]
+        | Annotated[
+            Annotated[BenchLayer, verb("layer")]
+            | Annotated[BenchTrain, verb("train")]
+            | Annotated[BenchDecode, verb("decode")],
+            verb("bench", description="Measure speed and memory, always beside the dense FFN."),
+        ]
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    if arguments == ["--version"]:
+        print(f"attractor {__version__}")
+        return 0
+    command = tyro.cli(_commands(), args=arguments, prog="attractor", description=__doc__)
+    try:
+        return command.run() or 0
+    except (ValueError, OSError, CorpusUnavailable, NotFiniteLoss, NotFiniteUpdate) as error:
+        print(f"attractor: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("attractor: interrupted; what was saved can be resumed", file=sys.stderr)
+        return INTERRUPTED

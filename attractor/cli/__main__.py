@@ -1,0 +1,5 @@
+import sys
+
+from attractor.cli import main
+
+sys.exit(main())

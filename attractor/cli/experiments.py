@@ -1,0 +1,100 @@
+"""attractor demo, attractor experiment list|table1|table2"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from attractor import distributed, presets
+from attractor.cli.common import dataset_of, progress_bar
+from attractor.config import check_size
+from attractor.experiments import demo, table1, table2
+
+
+@dataclass(kw_only=True)
+class Demo:
+    """Train a tiny dense and a tiny APN model and write a report: two to three minutes on two CPU cores."""
+
+    out: Path = Path("runs/demo")
+    """Gets demo.json, report.html and both runs; a demo that was stopped goes on from there."""
+    steps: int = demo.STEPS
+    """Training steps of each model."""
+    device: str | None = None
+    """cpu, cuda, cuda:1, ... (default: the GPU if there is one)."""
+
+    def run(self) -> None:
+        check_size("steps", self.steps)
+        distributed.parse_device(self.device)
+        dataset = dataset_of(presets.tiny_apn())
+        with progress_bar(len(demo.MODELS) * self.steps, "demo") as report:
+            result = demo.run(self.out, dataset, steps=self.steps, device=self.device, report=report)
+        print(demo.table(result), demo.routing_table(result), demo.samples(result), sep="\n\n")
+        print(f"\nThe report, with curves and charts: {(self.out / 'report.html').resolve().as_uri()}")
+
+
+@dataclass(kw_only=True)
+class ExperimentList:
+    """Name the experiments."""
+
+    def run(self) -> None:
+        print(f"table1       {Table1.__doc__}")
+        print(f"table2       {Table2.__doc__}")
+
+
+@dataclass(kw_only=True)
+class Table1:
+    """The paper's Table 1: dense against APN on char Shakespeare."""
+
+    size: table1.Size = "smoke"
+    """"smoke": two CPU cores, about two minutes. "paper": the paper's settings, one GPU."""
+    out: Path = Path("runs/table1")
+    result: Path | None = None
+    """Where the JSON goes (default: OUT/SIZE.json)."""
+    device: str | None = None
+    models: tuple[Literal["dense", "apn"], ...] = ("dense", "apn")
+
+    def run(self) -> None:
+        dataset = dataset_of(presets.paper_dense())
+        steps = sum(table1.run_config(model, self.size).train.max_steps for model in self.models)
+        with progress_bar(steps // len(self.models), f"table1 {self.size}") as report:
+            result = self.result or self.out / f"{self.size}.json"
+            values = table1.run(
+                self.size,
+                dataset,
+                self.out / self.size,
+                result,
+                device=self.device,
+                models=self.models,
+                report=report,
+            )
+        print(table1.table(values["rows"], self.size))
+        print(f"written to {result}")
+
+
+@dataclass(kw_only=True)
+class Table2:
+    """The paper's Table 2: adapt to a second domain and measure what is left of the first, with controls."""
+
+    size: table2.Size = "smoke"
+    """"smoke": two CPU cores, three to four minutes. "paper": the paper's settings, one GPU."""
+    domain_b: str = "paper-shift"
+    """The second domain: a name of `attractor data list`, a file, a folder or a quoted glob."""
+    out: Path = Path("runs/table2")
+    """Gets both models and one JSON per row; what is finished is not done again."""
+    result: Path | None = None
+    """Where the JSON goes (default: OUT/SIZE.json)."""
+    device: str | None = None
+    seed: int = 0
+    """Of the batches of B; both models are trained with the seed of their preset."""
+
+    def run(self) -> None:
+        distributed.parse_device(self.device)
+        dataset = dataset_of(presets.paper_dense())
+        work = table2.work(self.size)
+        with progress_bar(work, f"table2 {self.size}") as report:
+            result = self.result or self.out / f"{self.size}.json"
+            values = table2.run(
+                self.size, dataset, self.out / self.size, result, domain_b=self.domain_b, device=self.device,
+                seed=self.seed, report=report,
+            )  # fmt: skip
+        print(table2.table(values))
+        print(f"written to {result}")

@@ -1,0 +1,138 @@
+"""How a model keeps learning: frozen dataclasses that check themselves and travel as JSON."""
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from attractor.config import JSONConfig, check_choice, check_number, check_probability, check_size
+
+RuleName = Literal["sgd", "adamw"]
+AllocationName = Literal["off", "grow", "replace"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpdateConfig(JSONConfig):
+    """How an online step changes an APN layer (Algorithm 2 and the paper's stability knobs)."""
+
+    train: tuple[str, ...] = ("decoders", "gates")
+    """Roles that learn: "decoders", "gates", "prototypes" by patch; "encoder" and the others as a whole."""
+    rule: RuleName = "adamw"
+    """"adamw" keeps moments and a count of steps for each patch, and leaves those of other patches alone."""
+    learning_rate: float = 1e-4
+    """alpha, the gain of an update."""
+    beta1: float = 0.9
+    beta2: float = 0.99
+    weight_decay: float = 0.0
+    """On the decoders of patches that learn in a step, and only then."""
+    max_change: float | None = None
+    """kappa: the most that one step may change a patch, as the length over all of its trained parameters."""
+    max_decoder: float | None = None
+    """The largest Frobenius norm of a decoder after it learned; a larger one is scaled down to it."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "train", tuple(self.train))  # JSON knows only lists
+        if not self.train:
+            raise ValueError("train=() names no role: nothing would learn")
+        check_choice("rule", self.rule, get_args(RuleName))
+        check_number("learning_rate", self.learning_rate, "a positive number", lambda rate: rate > 0)
+        check_probability("beta1", self.beta1)
+        check_probability("beta2", self.beta2)
+        check_number("weight_decay", self.weight_decay, "a number, 0 or more", lambda decay: decay >= 0)
+        for name in ("max_change", "max_decoder"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), "a positive number", lambda most: most > 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GateConfig(JSONConfig):
+    """Which tokens may teach. A gate that is None lets every token pass."""
+
+    min_entropy: float | None = None
+    """Least entropy of the model's prediction, in nats: what is certain already has nothing to teach."""
+    max_entropy: float | None = None
+    """Largest entropy of the prediction: no large updates from guesses (the paper's confidence gating)."""
+    min_confidence: float | None = None
+    """Least router confidence max_i s_i, in every APN layer: updates attach to stable addresses."""
+    max_surprise: float | None = None
+    """Largest loss, in standard deviations above the mean of the stream so far."""
+
+    def __post_init__(self) -> None:
+        for name in ("min_entropy", "max_entropy"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), "a number, 0 or more", lambda nats: nats >= 0)
+        if self.min_confidence is not None:
+            check_number("min_confidence", self.min_confidence)
+        if self.max_surprise is not None:
+            check_number("max_surprise", self.max_surprise, "a positive number", lambda most: most > 0)
+        least, most = self.min_entropy, self.max_entropy
+        if least is not None and most is not None and least >= most:
+            raise ValueError(f"min_entropy={least} must be below max_entropy={most}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class AllocationConfig(JSONConfig):
+    """When a layer gets a new patch: its router has been far from every prototype for a while."""
+
+    mode: AllocationName = "off"
+    """"grow" adds a patch; "replace" recycles the least used one."""
+    novelty: float = 5.0
+    """Allocate when the mean confidence max_i s_i over the window is below this (scores are cos / tau)."""
+    window: int = 1024
+    """Tokens over which confidence must stay low."""
+    cooldown: int = 8192
+    """Tokens of a layer from one allocation to the next; for so long a new patch is not recycled either."""
+    most_patches: int | None = None
+    """Where "grow" ends (default: twice the patches that were there at first)."""
+    usage_horizon: int = 100_000
+    """Tokens over which the moving average of usage forgets."""
+    min_share: float | None = None
+    """Keep usage even: recycle a patch whose usage falls below this share of the mean, novelty or not."""
+
+    def __post_init__(self) -> None:
+        check_choice("mode", self.mode, get_args(AllocationName))
+        check_number("novelty", self.novelty)
+        for name in ("window", "cooldown", "usage_horizon"):
+            check_size(name, getattr(self, name))
+        if self.most_patches is not None:
+            check_size("most_patches", self.most_patches)
+            if self.mode != "grow":
+                raise ValueError(f'most_patches={self.most_patches} needs mode="grow", not {self.mode!r}')
+        if self.min_share is not None:
+            check_number("min_share", self.min_share, "a share, 0 < share < 1", lambda share: 0 < share < 1)
+            if self.mode != "replace":
+                raise ValueError(f'min_share={self.min_share} needs mode="replace", not {self.mode!r}')
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnConfig(JSONConfig):
+    """How a model learns from a stream: Algorithm 2, who may teach, and when capacity is added."""
+
+    update: UpdateConfig = field(default_factory=UpdateConfig)
+    gates: GateConfig = field(default_factory=GateConfig)
+    allocation: AllocationConfig = field(default_factory=AllocationConfig)
+    budget: int = 1024
+    """B: learn once in so many tokens of the stream."""
+    max_patches: int | None = None
+    """Of the patches a step could teach, only so many learn: those used here more than usual."""
+    prototype_rate: float = 0.0
+    """Moving average of the prototypes that are taught, towards the tokens that chose them; 0 is off."""
+    scale_factor: float = 1.0
+    """Factor on the scale (gamma) of every APN layer while this learner holds the model."""
+    dropout: bool = False
+    """Keep the model's dropout on while learning."""
+    max_observation: int = 16_777_216
+    """Tokens that one observation may have; give longer streams in pieces."""
+
+    def __post_init__(self) -> None:
+        for name in ("budget", "max_observation"):
+            check_size(name, getattr(self, name))
+        if self.max_patches is not None:
+            check_size("max_patches", self.max_patches)
+        check_number("prototype_rate", self.prototype_rate, "a share, 0 <= rate < 1", lambda r: 0 <= r < 1)
+        check_number("scale_factor", self.scale_factor)
+        if not isinstance(self.dropout, bool):
+            raise ValueError(f"dropout={self.dropout!r} must be True or False")
+        if self.prototype_rate and "prototypes" in self.update.train:
+            raise ValueError(
+                f"prototype_rate={self.prototype_rate} moves prototypes, which update.train="
+                f"{self.update.train} trains; choose one"
+            )

@@ -1,0 +1,112 @@
+"""Teach a learner texts, one after the other: canaries, a log, checkpoints, and a polite stop.
+
+    summary = adapt(learner, {"kjv": tokens}, out=Path("runs/adapted"), canary=held_out)
+
+`out`/learner is the newest checkpoint and `out`/log.jsonl the story: losses before learning, canary
+perplexities, what the gates held back, allocations. A run that was stopped goes on from its checkpoint.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from attractor import monitor
+from attractor.continual.learner import OnlineLearner
+from attractor.continual.lesson import Observation
+
+Report = Callable[[dict[str, Any]], None]
+
+
+def adapt(
+    learner: OnlineLearner,
+    texts: Mapping[str, np.ndarray],
+    out: Path,
+    *,
+    canary: np.ndarray | None = None,
+    every: int = 16_384,
+    stop: Callable[[], bool] = lambda: False,
+    report: Report = lambda record: None,
+) -> dict[str, Any]:
+    """Observe every text in pieces of `every` tokens; after each, a record, and a checkpoint once in a while.
+
+    Returns the canary's perplexity before and after, and for each text the loss of its first and last piece.
+    """
+    notes = learner.notes
+    if not notes:
+        notes = {
+            "text": 0, "offset": 0, "canary_before": _canary(learner, canary), "losses": {},
+            "texts": {name: len(tokens) for name, tokens in texts.items()},
+        }  # fmt: skip
+    elif notes["texts"] != {name: len(tokens) for name, tokens in texts.items()}:
+        raise ValueError(
+            f"{out} was adapted to other texts: {notes['texts']}; go on with those, or elsewhere"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    kept = _records_until(out / "log.jsonl", learner.totals.tokens)
+    stopped = False
+    with (out / "log.jsonl").open("w") as log:
+        log.writelines(json.dumps(record) + "\n" for record in kept)
+        names = list(texts)
+        while not stopped and notes["text"] < len(names):
+            name = names[notes["text"]]
+            tokens = texts[name][notes["offset"] : notes["offset"] + every]
+            seen = learner.observe(tokens, source=name)
+            offset = notes["offset"] + len(tokens)
+            is_last = offset >= len(texts[name])
+            first = notes["losses"].get(name, {}).get("first", seen.loss)
+            notes = {
+                **notes, "losses": {**notes["losses"], name: {"first": first, "last": seen.loss}},
+                "text": notes["text"] + is_last, "offset": 0 if is_last else offset,
+            }  # fmt: skip
+            stopped = stop()
+            record = describe(learner, seen) | {"canary": _canary(learner, canary)}
+            log.write(json.dumps(record) + "\n")
+            log.flush()
+            report(record)
+            learner.notes = notes
+            if is_last or stopped:
+                learner.save(out / "learner")
+    return {
+        "canary_before": notes["canary_before"], "canary_after": _canary(learner, canary),
+        "losses": notes["losses"], "interrupted": stopped and notes["text"] < len(texts),
+        **learner.monitor(),
+    }  # fmt: skip
+
+
+def describe(learner: OnlineLearner, seen: Observation) -> dict[str, Any]:
+    """One record of the log."""
+    habits = learner.allocator.habits.values()
+    entropies = [monitor.usage_entropy(own.usage) for own in habits]
+    return {
+        "tokens": learner.totals.tokens,
+        "source": seen.source,
+        "loss": seen.loss if math.isfinite(seen.loss) else None,
+        "taught": seen.taught,
+        "held_back": seen.held_back,
+        "updates": seen.updates,
+        "patches": {str(layer): count for layer, count in seen.patches.items()},
+        "largest_change": {str(layer): length for layer, length in seen.largest_change.items()},
+        "usage_entropy": sum(entropies) / len(entropies),
+        "allocations": [event._asdict() for event in seen.allocations],
+    }
+
+
+def _canary(learner: OnlineLearner, tokens: np.ndarray | None) -> float | None:
+    return None if tokens is None else learner.perplexity(tokens)
+
+
+def _records_until(path: Path, tokens: int) -> list[dict[str, Any]]:
+    """Records after the checkpoint belong to a future that did not happen."""
+    records = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:  # cut short by a kill
+            continue
+        if record["tokens"] <= tokens:
+            records.append(record)
+    return records

@@ -1,0 +1,490 @@
+"""OnlineLearner: exact locality, all or nothing, streams in any pieces, files, bad input."""
+
+import copy
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attractor.config import APNConfig, GPTConfig
+from attractor.continual import learner as learner_module
+from attractor.continual.config import AllocationConfig, GateConfig, LearnConfig, UpdateConfig
+from attractor.continual.learner import OnlineLearner
+from attractor.continual.lesson import contiguous_windows
+from attractor.continual.update import NotFiniteUpdate
+from attractor.layer import PATCH_ROLES, ROLES
+from attractor.model import GPT
+from attractor.tokenizer import CharTokenizer
+
+CONTEXT = 8
+TOKENIZER = CharTokenizer("abcdefghij")
+
+
+def model_of(seed=0, **apn):
+    torch.manual_seed(seed)
+    settings = {"num_patches": 12, "top_k": 2, "rank": 4, "temperature": 0.3} | apn
+    config = GPTConfig(
+        vocab_size=10, context=CONTEXT, num_layers=2, num_heads=2, dim=16, ffn="apn",
+        apn=APNConfig(**settings),
+    )  # fmt: skip
+    return GPT(config)
+
+
+def learner_of(*, seed=0, apn=None, update=None, **config):
+    options = UpdateConfig(**({"learning_rate": 1e-2} | (update or {})))
+    return OnlineLearner(
+        model_of(seed, **(apn or {})), TOKENIZER, LearnConfig(update=options, **({"budget": 8} | config))
+    )
+
+
+def stream(count, seed=0):
+    return np.random.default_rng(seed).integers(0, 10, count)
+
+
+def state_of(learner):
+    """Every tensor, counter and token a learner holds."""
+    state = {f"model.{k}": v.clone() for k, v in learner.model.state_dict().items()}
+    state |= {f"update.{k}": v.clone() for k, v in learner.update.state_dict().items()}
+    for number, habits in learner.allocator.habits.items():
+        for part in dataclasses.fields(habits):
+            state[f"{number}.{part.name}"] = copy.deepcopy(getattr(habits, part.name))
+        state[f"{number}.config"] = learner.layers[number].config
+    for part in dataclasses.fields(learner.lesson):
+        state[f"lesson.{part.name}"] = copy.deepcopy(getattr(learner.lesson, part.name))
+    return state | {"totals": learner.totals, "history": learner.history.copy(), "source": learner.source}
+
+
+def assert_same(a, b):
+    assert a.keys() == b.keys()
+    for key, value in a.items():
+        same(value, b[key], key)
+
+
+def same(a, b, key):
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a, b), key
+    elif isinstance(a, np.ndarray):
+        assert np.array_equal(a, b), key
+    elif isinstance(a, dict):
+        assert a.keys() == b.keys(), key
+        for inner in a:
+            same(a[inner], b[inner], f"{key}.{inner}")
+    else:
+        assert a == b, key
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adamw"])
+@pytest.mark.parametrize("gates", [{}, {"max_entropy": 2.3, "min_confidence": 1.0}], ids=["open", "gated"])
+def test_untouched_patches_keep_their_bytes(rule, gates):
+    """Hundreds of updates. Who selected what is found by the model itself, one token at a time."""
+    learner = learner_of(
+        apn={"num_patches": 40}, budget=4, gates=GateConfig(**gates),
+        update={"train": ("decoders", "gates", "prototypes"), "rule": rule, "weight_decay": 0.1},
+    )  # fmt: skip
+    tokens = stream(900)
+    spared = 0
+    for start in range(0, len(tokens) - 4, 4):
+        before = {k: v.clone() for k, v in learner.model.state_dict().items()}
+        optimizer = {k: v.clone() for k, v in learner.update.state_dict().items()}
+        history = learner.history
+        selected = _selected(learner, history, tokens[start : start + 4])
+        seen = learner.observe(tokens[start : start + 4])
+        assert seen.tokens == 4
+        after = learner.model.state_dict()
+        for key, value in after.items():
+            _, number, _, *name = key.split(".") if key.startswith("blocks.") else (0, 0, 0)
+            role = ROLES.get(".".join(name)) if ".ffn." in key else None
+            if role not in PATCH_ROLES:
+                assert torch.equal(value, before[key]), key  # attention, embeddings, norms, head, encoder
+                continue
+            untouched = torch.ones(len(value), dtype=torch.bool)
+            untouched[list(selected[int(number)])] = False
+            spared += int(untouched.sum())
+            assert torch.equal(value[untouched], before[key][untouched]), key
+            for part in ("mean", "square", "steps") if rule == "adamw" else ():
+                own = f"{number}.{name[0]}.{part}"
+                assert torch.equal(learner.update.state[own][untouched], optimizer[own][untouched]), own
+    assert learner.totals.updates > 100
+    assert spared > 10_000
+    if gates:
+        assert 0 < learner.totals.held_back["max_entropy"] < 900
+
+
+def _selected(learner, history, tokens):
+    """Layer -> patches that the tokens which may teach select."""
+    batch = contiguous_windows(history, tokens, CONTEXT)
+    chosen = {number: set() for number in learner.layers}
+    if batch is None:
+        return chosen
+    inputs, _, counted = batch
+    learner.model.eval()
+    with torch.no_grad():
+        logits, stats = learner.model(inputs, return_stats=True)
+    probabilities = logits.softmax(-1)
+    entropy = -(probabilities * probabilities.log()).sum(-1)
+    gates = learner.config.gates
+    for row, column in counted.nonzero().tolist():
+        if gates.max_entropy is not None and entropy[row, column] > gates.max_entropy:
+            continue
+        if any(
+            gates.min_confidence is not None and s.confidence[row, column] < gates.min_confidence
+            for s in stats.values()
+        ):
+            continue
+        for number, layer_stats in stats.items():
+            chosen[number] |= set(layer_stats.indices[row, column].tolist())
+    return chosen
+
+
+def test_loss_is_from_before_learning_and_counts_every_token_once():
+    learner = learner_of(budget=CONTEXT, update={"learning_rate": 1e-9})
+    tokens = stream(8 * CONTEXT + 1)
+    seen = learner.observe(tokens)
+    assert seen.tokens == len(tokens)
+    assert seen.scored == len(tokens) - 1
+    frozen = model_of()
+    frozen.eval()
+    inputs, targets = (torch.from_numpy(part).view(-1, CONTEXT) for part in (tokens[:-1], tokens[1:]))
+    # budget = context: the first token shifts the windows by one, so the first is one short
+    total = 0.0
+    with torch.no_grad():
+        for start in range(0, len(tokens), CONTEXT):
+            first = max(start, 1)
+            stop = min(start + CONTEXT, len(tokens))
+            begin = max(0, stop - 1 - CONTEXT)
+            logits = frozen(torch.from_numpy(tokens[begin : stop - 1])[None])[0]
+            losses = torch.nn.functional.cross_entropy(
+                logits, torch.from_numpy(tokens[begin + 1 : stop]), reduction="none"
+            )
+            total += float(losses[first - begin - 1 :].sum())
+    assert seen.loss_sum == pytest.approx(total, rel=1e-4)
+    assert inputs.shape == targets.shape
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(0, 12), st.integers(1, 9))
+def test_windows_predict_each_new_token_once(sizes, past, context):
+    history = np.arange(past)
+    for size in sizes:
+        tokens = np.arange(len(history) + 1000, len(history) + 1000 + size)
+        batch = contiguous_windows(history, tokens, context)
+        if batch is None:
+            assert len(history) == 0
+            assert size == 1
+            continue
+        inputs, targets, new = batch
+        predicted = targets[new].tolist()
+        assert predicted == (tokens if len(history) else tokens[1:]).tolist()
+        whole = np.concatenate([history[-context:], tokens]).tolist()
+        for row_in, row_out in zip(inputs.tolist(), targets.tolist(), strict=True):
+            place = whole.index(row_in[0])
+            assert whole[place : place + len(row_in)] == row_in
+            assert whole[place + 1 : place + 1 + len(row_out)] == row_out
+            assert len(row_in) <= context
+
+
+def test_pieces_do_not_matter_between_updates():
+    """The same stream in one piece or in many: the same updates, up to rounding of sums."""
+    whole, pieces = learner_of(budget=24), learner_of(budget=24)
+    tokens = stream(121)
+    one = whole.observe(tokens)
+    many = [pieces.observe(part) for part in np.split(tokens, [8, 16, 24, 40, 48, 56, 64, 72, 96, 104])]
+    assert sum(seen.updates for seen in many) == one.updates == 5
+    assert many[-1].pending == one.pending == 1
+    assert sum(seen.scored for seen in many) == one.scored
+    assert pieces.totals.taught == whole.totals.taught
+    # pieces see another context for their first tokens, so weights agree only roughly
+    for a, b in zip(whole.model.parameters(), pieces.model.parameters(), strict=True):
+        assert (a - b).abs().max() < 0.1
+
+
+def test_learning_helps():
+    learner = learner_of(budget=32, update={"train": ("decoders", "gates", "encoder"), "learning_rate": 2e-2})
+    with torch.no_grad():  # an untrained head, which stays frozen, could hardly prefer one token
+        learner.model.embedding.weight.mul_(20)
+    text = "abcdefghij" * 400
+    first = learner.observe(text[:400]).loss
+    learner.observe(text[400:3600])
+    assert learner.observe(text[3600:]).loss < first - 0.5
+    assert learner.perplexity(text[:200]) < math.exp(first)
+    assert learner.generate("abc", max_tokens=4, temperature=0).startswith("abc")
+    assert torch.isclose(learner.predict("abc").sum(), torch.tensor(1.0), atol=1e-5)
+
+
+STAGES = {
+    "forward": ("attractor.model.GPT.forward", 1),
+    "second layer": ("attractor.layer.APN.forward", 2),
+    "gates": ("attractor.continual.learner.admit", 1),
+    "gradients": ("torch.autograd.grad", 1),
+    "planning the last layer": ("attractor.continual.update.LocalUpdate._plan", 2),
+    "writing": ("attractor.continual.update.write_rows", 3),
+    "writing late": ("attractor.continual.update.write_rows", 10),
+    "prototypes": ("attractor.continual.learner.write_rows", 2),
+    "allocating the second": ("attractor.continual.allocate.Allocator.allocate", 2),
+    "growing": ("attractor.continual.update.LocalUpdate.follow", 1),
+    "after growing": ("attractor.continual.allocate.write_rows", 1),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("pending", [False, True])
+def test_all_or_nothing(stage, pending, monkeypatch):
+    """A failure at any stage leaves model, optimizer, counters and waiting tokens as they were."""
+    learner = learner_of(
+        budget=12, prototype_rate=0.05,
+        allocation=AllocationConfig(mode="grow", novelty=100.0, window=1, cooldown=13),
+    )  # fmt: skip
+    learner.observe(stream(25))
+    assert learner.totals.updates == 2
+    assert learner.totals.allocations == 2  # once in both layers
+    if pending:
+        learner.observe(stream(5, seed=1))
+        assert learner.lesson.tokens == 6
+    before = state_of(learner)
+    target, call = STAGES[stage]
+    original = _find(target)
+    calls = []
+
+    def failing(*arguments, **options):
+        calls.append(1)
+        if len(calls) == call:
+            raise MemoryError("injected")
+        return original(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target, failing)
+        with pytest.raises(MemoryError, match="injected"):
+            learner.observe(stream(11 - 5 * pending, seed=2))
+    assert_same(state_of(learner), before)
+    twin = copy.deepcopy(learner)
+    assert learner.observe(stream(11 - 5 * pending, seed=2)).updates == 1
+    twin.observe(stream(11 - 5 * pending, seed=2))
+    assert_same(state_of(learner), state_of(twin))
+
+
+def _find(dotted):
+    parts = dotted.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        try:
+            found = __import__(".".join(parts[:cut]), fromlist=["_"])
+        except ImportError:
+            continue
+        for name in parts[cut:]:
+            found = getattr(found, name)
+        return found
+    raise AssertionError(dotted)
+
+
+def test_a_failed_piece_tells_what_was_learned_before():
+    learner = learner_of(budget=8)
+    original, calls = learner._score, []
+
+    def failing(*arguments):
+        calls.append(1)
+        if len(calls) == 3:
+            raise NotFiniteUpdate("injected")
+        return original(*arguments)
+
+    learner._score = failing
+    with pytest.raises(NotFiniteUpdate) as caught:
+        learner.observe(stream(40))
+    assert caught.value.observed.updates == 2
+    assert caught.value.observed.tokens == learner.totals.tokens == 16
+
+
+def test_not_finite():
+    learner = learner_of()
+    learner.observe(stream(20))
+    before = state_of(learner)
+    with torch.no_grad():
+        kept = learner.model.norm.weight.clone()
+        learner.model.norm.weight[0] = torch.nan
+    with pytest.raises(NotFiniteUpdate, match="loss of this text is not finite"):
+        learner.observe(stream(20))
+    with torch.no_grad():
+        learner.model.norm.weight.copy_(kept)
+    assert_same(state_of(learner), before)
+
+
+def test_gates_report():
+    learner = learner_of(gates=GateConfig(max_entropy=0.0))
+    before = {k: v.clone() for k, v in learner.model.state_dict().items()}
+    seen = learner.observe(stream(64))
+    assert seen.held_back == {"max_entropy": 63}
+    assert seen.taught == seen.updates == 0
+    assert all(torch.equal(v, before[k]) for k, v in learner.model.state_dict().items())
+    learner = learner_of(gates=GateConfig(min_confidence=-1e9, min_entropy=0.0))
+    assert learner.observe(stream(64)).held_back == {}
+
+
+def test_surprise_gate():
+    learner = learner_of(gates=GateConfig(max_surprise=3.0), update={"learning_rate": 1e-2}, budget=32)
+    learner.observe(np.zeros(2000, dtype=np.int64))  # very predictable
+    seen = learner.observe(np.array([0] * 16 + [7] + [0] * 15))
+    assert seen.held_back.get("max_surprise", 0) >= 1
+
+
+def test_max_patches():
+    learner = learner_of(max_patches=3, apn={"num_patches": 40})
+    learner.set_background(stream(500, seed=4))
+    before = {n: layer.decoder.clone() for n, layer in learner.layers.items()}
+    seen = learner.observe(stream(9))
+    assert seen.updates == 1
+    for number, layer in learner.layers.items():
+        changed = (layer.decoder != before[number]).flatten(1).any(1).sum()
+        assert changed <= 3
+        assert seen.patches[number] == 3
+
+
+def test_prototypes_follow_their_tokens():
+    learner = learner_of(prototype_rate=0.5, budget=64)
+    before = {n: layer.prototypes.clone() for n, layer in learner.layers.items()}
+    learner.observe(stream(65))
+    for number, layer in learner.layers.items():
+        moved = (layer.prototypes != before[number]).any(1)
+        assert 0 < moved.sum() <= layer.num_patches
+        # the tokens that chose a prototype are near it: its length stays about the same
+        ratio = layer.prototypes.norm(dim=1) / before[number].norm(dim=1)
+        assert (ratio[~moved] == 1).all()
+        assert (ratio <= 1 + 1e-5).all()
+
+
+def test_sources_do_not_share_context():
+    learner = learner_of(budget=16)
+    learner.observe(stream(21), source="first")
+    seen = learner.observe(stream(3, seed=1), source="second")
+    assert seen.updates == 1  # the five waiting tokens of the first
+    assert seen.scored == 2  # nothing predicts the first token of a source
+    assert seen.pending == 3
+    assert len(learner.history) == 3
+    assert seen.source == "second"
+
+
+def test_scale_factor():
+    plain, scaled = learner_of(), learner_of(scale_factor=0.0)
+    x = torch.randn(3, 16)
+    layer = next(iter(scaled.layers.values()))
+    assert not layer(x).any()
+    assert next(iter(plain.layers.values()))(x).any()
+
+
+@pytest.mark.parametrize("mode", ["off", "grow", "replace"])
+def test_files(mode, tmp_path):
+    """Saved and loaded, a learner goes on exactly as it would have."""
+    allocation = AllocationConfig(mode=mode, novelty=100.0, window=1, cooldown=20)
+    learner = learner_of(budget=8, allocation=allocation, gates=GateConfig(max_surprise=4.0))
+    learner.observe(stream(300), source="web")
+    assert learner.totals.allocations == (0 if mode == "off" else learner.totals.allocations)
+    learner.save(tmp_path / "saved")
+    assert learner.lesson.tokens == 0
+    loaded = OnlineLearner.load(tmp_path / "saved")
+    assert_same(state_of(loaded), state_of(learner))
+    assert loaded.config == learner.config
+    for one in (learner, loaded):
+        one.observe(stream(100, seed=1), source="web")
+    assert_same(state_of(loaded), state_of(learner))
+    GPT.from_pretrained(tmp_path / "saved")
+    learner.save(tmp_path / "saved")  # over an old one
+    (tmp_path / "saved" / "learner.json").write_text("{}")
+    with pytest.raises(ValueError, match="damaged learner"):
+        OnlineLearner.load(tmp_path / "saved")
+
+
+def test_a_learner_can_start_from_a_model(tmp_path):
+    model_of().save_pretrained(tmp_path)
+    learner = OnlineLearner.load(tmp_path, LearnConfig(budget=4))
+    learner.observe([1, 2, 3, 4, 5])
+    with pytest.raises(ValueError, match="no tokenizer"):
+        learner.observe("abc")
+
+
+def test_step_is_one_update():
+    learner = learner_of(budget=1_000_000)
+    x = torch.randint(0, 10, (4, CONTEXT))
+    losses = [learner.step(x, x) for _ in range(30)]
+    assert learner.totals.updates == 30
+    assert learner.totals.tokens == 30 * x.numel()
+    assert losses[-1] < losses[0]
+    assert learner.lesson.tokens == 0
+
+
+def test_long_streams_take_constant_memory(monkeypatch):
+    """Everything a learner keeps has the same size after 40 times the tokens."""
+    learner = learner_of(budget=16, update={"learning_rate": 1e-4})
+    monkeypatch.setattr(learner_module, "TOKENS_PER_PASS", 64)
+
+    def size():
+        tensors = [v for v in state_of(learner).values() if isinstance(v, torch.Tensor | np.ndarray)]
+        return sum(v.nbytes for v in tensors), len(state_of(learner))
+
+    learner.observe(stream(100))
+    first = size()
+    learner.observe(stream(4000))
+    assert size() == first
+
+
+def test_mistakes():
+    learner = learner_of(max_observation=1000)
+    before = state_of(learner)
+    for wrong, message in (
+        ("", "empty"),
+        ([], "empty"),
+        ([1, 10], "token 10 is outside the vocabulary, 0 to 9"),
+        ([-1, 2], "token -1 is outside"),
+        ([0.5], "expected a sequence of ids"),
+        ([[1, 2]], "expected a sequence of ids"),
+        ("abcz", "z"),
+        (stream(1001), "give the stream in pieces"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            learner.observe(wrong)
+    assert_same(state_of(learner), before)
+    with pytest.raises(ValueError, match="no APN layers"):
+        OnlineLearner(GPT(GPTConfig(vocab_size=10, context=8, num_layers=1, num_heads=1, dim=16)))
+    with pytest.raises(ValueError, match="at least two tokens"):
+        learner.perplexity("a")
+    with pytest.raises(ValueError, match="below the 12 patches"):
+        learner_of(allocation=AllocationConfig(mode="grow", most_patches=3))
+    for wrong in (
+        {"budget": 0}, {"max_patches": 0}, {"prototype_rate": 1.0}, {"prototype_rate": -0.1},
+        {"update": {"max_change": 0.0}}, {"update": {"max_decoder": -1.0}},
+        {"prototype_rate": 0.1, "update": {"train": ("prototypes",)}},
+    ):  # fmt: skip
+        with pytest.raises(ValueError):
+            learner_of(**wrong)
+    for wrong in ({"min_entropy": -1.0}, {"min_entropy": 2.0, "max_entropy": 1.0}, {"max_surprise": 0.0}):
+        with pytest.raises(ValueError):
+            GateConfig(**wrong)
+    for wrong in ({"mode": "x"}, {"window": 0}, {"most_patches": 5}, {"min_share": 0.5}, {"cooldown": 0}):
+        with pytest.raises(ValueError):
+            AllocationConfig(**wrong)
+    config = LearnConfig(update=UpdateConfig(train=("gates",)), gates=GateConfig(max_entropy=1.0))
+    assert LearnConfig.from_json(config.to_json()) == config
+
+
+def test_monitor():
+    learner = learner_of()
+    learner.observe(stream(100))
+    values = learner.monitor("abcdefghijabc", "jihgfedcba")
+    assert values["tokens"] == 100
+    assert values["updates"] == 12
+    for number in learner.layers:
+        assert 0 <= values[f"apn/{number}/omega"] <= 2
+        assert 0 < values[f"apn/{number}/usage_entropy"] <= math.log(12) + 1e-9
+
+
+@settings(max_examples=20)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.integers(1, 30))
+def test_counters_add_up(sizes, budget):
+    learner = learner_of(budget=budget)
+    total = learner.observe(stream(sizes[0]))
+    for number, size in enumerate(sizes[1:]):
+        total = total.then(learner.observe(stream(size, seed=number)))
+    assert total.tokens == learner.totals.tokens == sum(sizes)
+    assert total.scored == learner.totals.scored == sum(sizes) - 1
+    assert total.taught + sum(total.held_back.values()) == total.scored
+    assert total.pending == sum(sizes) % budget
+    assert learner.totals.tokens - learner.lesson.tokens == sum(sizes) // budget * budget
