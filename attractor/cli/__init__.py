@@ -58,8 +58,8 @@ def main(arguments: list[str] | None = None) -> int:
     if arguments == ["--version"]:
         print(f"attractor {__version__}")
         return 0
-    command = tyro.cli(_commands(), args=arguments, prog="attractor", description=__doc__)
     try:
+        command = tyro.cli(_commands(), args=arguments, prog="attractor", description=__doc__)
         return command.run() or 0
     except (ValueError, OSError, CorpusUnavailable, NotFiniteLoss, NotFiniteUpdate) as error:
         print(f"attractor: {error}", file=sys.stderr)

@@ -1,0 +1,122 @@
+"""attractor adapt and monitor: the loop, its log, stopping and going on, and what a person may get wrong."""
+
+import json
+
+import pytest
+from test_learner import assert_same, learner_of, state_of, stream
+
+from attractor import cli
+from attractor.continual.learner import OnlineLearner
+from attractor.continual.stream import adapt
+
+
+def run(*arguments):
+    return cli.main([str(argument) for argument in arguments])
+
+
+def log_of(folder):
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def test_adapt(tmp_path):
+    learner, records = learner_of(budget=16), []
+    texts = {"first": stream(100), "second": stream(70, seed=1)}
+    summary = adapt(learner, texts, tmp_path, canary=stream(50, seed=2), every=40, report=records.append)
+    assert log_of(tmp_path) == records
+    assert [record["tokens"] for record in records] == [40, 80, 100, 140, 170]
+    assert [record["source"] for record in records] == ["first"] * 3 + ["second"] * 2
+    assert records[-1]["canary"] != summary["canary_before"]
+    assert summary["losses"].keys() == {"first", "second"}
+    assert not summary["interrupted"]
+    assert_same(state_of(OnlineLearner.load(tmp_path / "learner")), state_of(learner))
+
+
+def test_stopped_and_resumed_is_the_same(tmp_path):
+    texts = {"first": stream(100), "second": stream(70, seed=1)}
+    whole = learner_of(budget=20)
+    done = adapt(whole, texts, tmp_path / "whole", canary=stream(50, seed=2), every=40)
+    calls = []
+    part = learner_of(budget=20)
+
+    def stop():
+        calls.append(1)
+        return len(calls) == 2
+
+    first = adapt(part, texts, tmp_path / "part", canary=stream(50, seed=2), every=40, stop=stop)
+    assert first["interrupted"]
+    loaded = OnlineLearner.load(tmp_path / "part" / "learner")
+    with (tmp_path / "part" / "log.jsonl").open("a") as file:
+        file.write('{"tokens": 999999}\n{"torn')  # of a future that did not happen
+    second = adapt(loaded, texts, tmp_path / "part", canary=stream(50, seed=2), every=40)
+    assert second == done
+    assert log_of(tmp_path / "part") == log_of(tmp_path / "whole")
+    assert_same(state_of(loaded), state_of(whole))
+    again = OnlineLearner.load(tmp_path / "part" / "learner")
+    with pytest.raises(ValueError, match="other texts"):
+        adapt(again, {"third": stream(9)}, tmp_path / "part")
+
+
+@pytest.fixture
+def run_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("to be or not to be, that is the question\n" * 30)
+    (tmp_path / "b.txt").write_text("that is the question: to be or not to be?\n" * 30)
+    assert run(
+        "train", "tiny_apn", "--data.source", "a.txt", "--model.context", 8, "--model.dim", 16,
+        "--model.num-layers", 2, "--train.max-steps", 10, "--train.batch-size", 4, "--train.eval-interval", 5,
+        "--device", "cpu", "--out", "run",
+    ) == 0  # fmt: skip
+    return tmp_path
+
+
+def test_commands(run_folder, capsys):
+    options = ("--data", "b.txt", "--every", 200, "--budget", 64, "--device", "cpu")
+    assert run("adapt", "run", *options, "--gates.max-surprise", 3) == 0
+    shown = capsys.readouterr()
+    assert "canary perplexity" in shown.out
+    assert "left out" in shown.err  # the ? and the : are new to the model
+    summary = json.loads((run_folder / "run-adapted" / "summary.json").read_text())
+    assert summary["updates"] > 10
+    assert summary["config"]["gates"]["max_surprise"] == 3
+    assert run("adapt", "run", *options) == 1
+    assert "--resume goes on" in capsys.readouterr().err
+    assert run("sample", "run-adapted/learner", "--max-tokens", 5) == 0
+    # on from an adaptation, with its own settings
+    assert run("adapt", "run-adapted/learner", "--data", "a.txt", "--out", "more", "--canary", "b.txt") == 0
+    capsys.readouterr()
+    assert run("adapt", "run-adapted/learner", "--data", "a.txt", "--out", "x", "--budget", 5) == 1
+    assert "settings of its own" in capsys.readouterr().err
+    assert run("monitor", "run", "--data", "b.txt", "--device", "cpu", "--json", "m.json") == 0
+    assert "Omega(A,B)" in capsys.readouterr().out
+    assert (run_folder / "run" / "monitor.png").exists()
+    assert "shared" in json.loads((run_folder / "m.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["adapt", "nowhere", "--data", "b.txt"], "nowhere holds neither a saved model"),
+        (["adapt", "run", "--data", "nothing.txt"], "nothing.txt"),
+        (["adapt", "run", "--data", "b.txt", "--update.max-change", "0"], "max_change=0.0 must be"),
+        (["adapt", "run", "--data", "b.txt", "--budget", "0"], "budget=0 must be a positive integer"),
+        (["adapt", "run", "--data", "b.txt", "--update.train", "attention"], "unknown roles"),
+        (["adapt", "run", "--data", "b.txt", "--resume"], "holds neither a saved model"),
+        (["monitor", "run", "--data", "b.txt", "a.txt", "b.txt"], "3 texts"),
+    ],
+)
+def test_mistakes_are_messages(run_folder, arguments, message, capsys):
+    try:
+        assert run(*arguments, "--device", "cpu") == 1
+    except SystemExit as stop:  # the parser's own way to say it
+        assert stop.code == 2
+    assert message in capsys.readouterr().err
+    assert not (run_folder / "run-adapted").exists()
+
+
+def test_dense_models_are_told_apart(run_folder, capsys):
+    from attractor.config import GPTConfig
+    from attractor.model import GPT
+
+    GPT(GPTConfig(vocab_size=5, context=8, num_layers=1, num_heads=1, dim=8)).save_pretrained("dense")
+    assert run("adapt", "dense", "--data", "b.txt", "--device", "cpu") == 1
+    assert "no APN layers" in capsys.readouterr().err
