@@ -11,7 +11,10 @@ from attractor.continual.stream import adapt
 
 
 def run(*arguments):
-    return cli.main([str(argument) for argument in arguments])
+    try:
+        return cli.main([str(argument) for argument in arguments])
+    except SystemExit as stop:  # the parser's own way to refuse
+        return stop.code
 
 
 def log_of(folder):
@@ -105,10 +108,7 @@ def test_commands(run_folder, capsys):
     ],
 )
 def test_mistakes_are_messages(run_folder, arguments, message, capsys):
-    try:
-        assert run(*arguments, "--device", "cpu") == 1
-    except SystemExit as stop:  # the parser's own way to say it
-        assert stop.code == 2
+    assert run(*arguments, "--device", "cpu") in (1, 2)
     assert message in capsys.readouterr().err
     assert not (run_folder / "run-adapted").exists()
 
