@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attractor.config import check_number, check_size
-from attractor.model import GPT, KVCache
+from attractor.model import GPT
 
 
 def generate(
@@ -48,10 +48,10 @@ def _generate(
     random: torch.Generator,
 ) -> Iterator[Tensor]:  # fmt: skip
     context = model.config.context
-    text, unread, cache = prompt, prompt[:, -context:], KVCache(model, len(prompt))
+    text, unread, cache = prompt, prompt[:, -context:], model.new_cache(len(prompt))
     for _ in range(max_tokens):
         if cache.length + unread.shape[1] > context:
-            unread, cache = text[:, -max(1, context // 2) :], KVCache(model, len(prompt))
+            unread, cache = text[:, -max(1, context // 2) :], model.new_cache(len(prompt))
         was_training = model.training
         model.eval()
         logits = model(unread, cache=cache)[:, -1].float()

@@ -161,6 +161,10 @@ class GPT(nn.Module):
         logits = F.linear(self.norm(h), self.embedding.weight)
         return (logits, stats) if return_stats else logits
 
+    def new_cache(self, batch: int) -> KVCache:
+        """For generating `batch` texts token by token."""
+        return KVCache(self, batch)
+
     def apn_layers(self) -> dict[int, APN]:
         """Layer number -> APN layer, for whoever freezes, monitors or adapts them."""
         return {i: block.ffn for i, block in enumerate(self.blocks) if isinstance(block.ffn, APN)}

@@ -1,0 +1,288 @@
+"""Bounded forgetting: keep the base, mix it with what was learned, and let the evidence of the text decide.
+
+    guard = Guard({"base": base, "kjv": adapted})
+    guard.bound(256)                  # nats: what 256 tokens can cost more than under the base, at most
+    evaluate(guard, tokens); generate(guard, prompt); guard.posterior(tokens)
+
+A path is a model. Each predicts the next token, and the prediction is their mixture, weighted by how well
+each has predicted the text so far: p(x_t | x_<t) = sum_m w_m(x_<t) p_m(x_t | x_<t). By Bayes' rule the
+product of these over a window is sum_m prior_m p_m(window), at least prior_m p_m(window) for every m. So a
+window costs at most log(1 / prior_m) nats more than under path m alone, whatever the other paths are. The
+proof, and what it does not promise, is in docs/bounded-forgetting.md.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attractor.config import check_number, check_probability, check_size
+from attractor.model import GPT, KVCache
+
+BASE = "base"
+
+
+class Guard(nn.Module):
+    """A mixture of models that predicts like a model: its "logits" are log-probabilities.
+
+    `prior` is that of the base; the other paths share the rest evenly. Weights start again from the prior
+    every `window` tokens (default: the context, so with every sequence). With `switch_rate` each token moves
+    this share of the weights back to the prior, for texts that change in the middle. `pause` lets paths rest
+    while generating when they hardly count, at a cost of at most that many nats in a window.
+    """
+
+    def __init__(
+        self,
+        paths: Mapping[str, GPT],
+        *,
+        prior: float = 0.5,
+        window: int | None = None,
+        switch_rate: float = 0.0,
+        pause: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if BASE not in paths:
+            raise ValueError(f'one of the paths must be called "{BASE}"; there are {sorted(paths)}')
+        base = paths[BASE]
+        for name, path in paths.items():
+            theirs, ours = ((m.config.vocab_size, m.config.context) for m in (path, base))
+            if theirs != ours:
+                raise ValueError(
+                    f"path {name!r} has vocabulary and context {theirs}, the base {ours}: they do not mix"
+                )
+        check_number("prior", prior, "a probability, 0 < prior < 1", lambda p: 0 < p < 1)
+        check_probability("switch_rate", switch_rate)
+        check_number("pause", pause, "a number of nats, 0 or more", lambda nats: nats >= 0)
+        if window is not None:
+            check_size("window", window)
+        if pause and switch_rate:
+            raise ValueError("pause needs switch_rate=0: sharing never lets a path count so little")
+        self.names = [BASE, *(name for name in paths if name != BASE)]
+        self.paths = nn.ModuleList(paths[name] for name in self.names)
+        self.window = base.config.context if window is None else window
+        self.switch_rate, self.pause = switch_rate, pause
+        others = (1 - prior) / (len(self.names) - 1) if len(self.names) > 1 else 0.0
+        shares = [prior if others else 1.0] + [others] * (len(self.names) - 1)
+        self.log_prior: Tensor
+        self.register_buffer("log_prior", torch.tensor(shares, dtype=torch.float64).log(), persistent=False)
+
+    @property
+    def config(self) -> Any:
+        return self.paths[0].config
+
+    @property
+    def embedding(self) -> nn.Module:
+        return self.paths[0].embedding  # type: ignore[return-value]
+
+    def bound(self, tokens: int, path: str = BASE) -> float:
+        """Nats that predicting `tokens` tokens can cost more than with this path alone, at most.
+
+        For every window log(1 / prior); for every token after a window's first what sharing takes away from
+        a path that is right all along; and what `pause` allows.
+        """
+        check_size("tokens", tokens)
+        log_prior = float(self.log_prior[self.names.index(path)])
+        windows = -(-tokens // self.window)
+        shared = -math.log1p(-self.switch_rate * (1 - math.exp(log_prior)))
+        return windows * (self.pause - log_prior) + (tokens - windows) * shared
+
+    def switching_bound(self, tokens: int, switches: int) -> float:
+        """The same against the best sequence of paths that switches so often, within one window."""
+        if not self.switch_rate:
+            return self.bound(tokens) if switches == 0 else math.inf
+        least = float(self.log_prior.min())
+        stay = -math.log1p(-self.switch_rate * (1 - math.exp(least)))
+        move = -math.log(self.switch_rate) - least
+        return self.pause - least + switches * move + (tokens - 1 - switches) * stay
+
+    def new_cache(self, batch: int) -> "GuardCache":
+        return GuardCache(self, batch)
+
+    def forward(self, tokens: Tensor, *, cache: "GuardCache | None" = None) -> Tensor:
+        """Log-probabilities (B, T, V) of the mixture for tokens (B, T)."""
+        if cache is not None:
+            return cache.read(tokens)
+        predictions = torch.stack([_log_softmax(path(tokens)) for path in self.paths])  # (M, B, T, V)
+        weights, _ = self._weigh(self._seen(predictions, tokens[:, 1:]), self._start(tokens), 0)
+        return mixed(weights, predictions)
+
+    @torch.no_grad()
+    def posterior(self, tokens: Tensor) -> Tensor:
+        """(B, T, M) the weight of each path for the prediction after each token."""
+        predictions = torch.stack([_log_softmax(path(tokens)) for path in self.paths])
+        weights, _ = self._weigh(self._seen(predictions, tokens[:, 1:]), self._start(tokens), 0)
+        return weights.exp().permute(1, 2, 0)
+
+    def _start(self, tokens: Tensor) -> Tensor:
+        return self.log_prior[:, None].expand(-1, len(tokens))  # (M, B)
+
+    def _seen(self, predictions: Tensor, targets: Tensor) -> Tensor:
+        """(M, B, t) what each path gave the tokens that came."""
+        given = predictions[:, :, : targets.shape[1]]
+        index = targets[None, ..., None].expand(len(predictions), -1, -1, -1)
+        return given.gather(-1, index).squeeze(-1).double()
+
+    def _weigh(self, seen: Tensor, log_weights: Tensor, position: int) -> tuple[Tensor, Tensor]:
+        """Log-weights (M, B, t + 1) before the first and after each of t tokens, and the last of them.
+
+        `position` is how many predictions the window has behind it. Not normalised: `mixed` is.
+        """
+        if not self.switch_rate and position + seen.shape[2] < self.window:
+            sums = torch.cat([log_weights[..., None], seen], -1).cumsum(-1)
+            return sums.log_softmax(0), sums[..., -1]
+        weights = [log_weights.log_softmax(0)]
+        for step in range(seen.shape[2]):
+            position += 1
+            weights.append(self._after(weights[-1], seen[..., step], position))
+        return torch.stack(weights, -1), weights[-1]
+
+    def _after(self, log_weights: Tensor, seen: Tensor, position: int) -> Tensor:
+        if position % self.window == 0:
+            return self.log_prior[:, None].expand_as(log_weights)
+        posterior = (log_weights + seen).log_softmax(0)
+        if not self.switch_rate:
+            return posterior
+        back = self.log_prior[:, None] + math.log(self.switch_rate)
+        return torch.logaddexp(posterior + math.log1p(-self.switch_rate), back)
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    return logits.float().log_softmax(-1)
+
+
+def mixed(log_weights: Tensor, predictions: Tensor) -> Tensor:
+    """log sum_m w_m p_m: weights (M, B, T), predictions (M, B, T, V) -> (B, T, V)."""
+    weights = log_weights.log_softmax(0).to(predictions.dtype)
+    return torch.logsumexp(weights[..., None] + predictions, 0)
+
+
+@dataclasses.dataclass
+class Reader:
+    """One path's place in a text."""
+
+    path: GPT
+    cache: KVCache
+    unread: list[Tensor]  # (B, 1) tokens that came while it rested
+    next: Tensor | None = None  # (B, V) its prediction after the last token it read
+
+    def prediction(self) -> Tensor:
+        assert self.next is not None, "nothing was read yet"
+        return self.next
+
+    def gave(self, tokens: Tensor) -> Tensor:
+        """(B, 1) the log-probability that the next token had."""
+        return self.prediction().gather(1, tokens).double()
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """Predictions (B, n, V) after each of `tokens`."""
+        predictions = _log_softmax(self.path(tokens, cache=self.cache))
+        self.next = predictions[:, -1]
+        return predictions
+
+    def catch_up(self) -> Tensor:
+        """Read what came meanwhile; returns the log-probability (B) it had."""
+        missed, self.unread = torch.cat(self.unread, 1), []
+        first = self.prediction()[:, None]
+        predictions = torch.cat([first, self.read(missed)[:, :-1]], 1)
+        return predictions.gather(-1, missed[..., None])[..., 0].double().sum(1)
+
+
+class GuardCache:
+    """KV caches of all paths, their evidence, and which of them rest.
+
+    A path that rests could at best predict every token with certainty, so the odds that it is right are at
+    most its evidence, when it went to rest, over that of the others now. While somebody rests, the mixture of
+    the others gets `floor` of the uniform distribution, so that no token is given less than floor / V. Then
+    leaving out a path with odds o costs at most log(1 / (1 - floor) + o V / floor) nats on any token; a path
+    rests only while o <= floor^2 / V, which makes that less than 3 floor. With floor = pause / (4 window) a
+    window costs less than `pause`. Before its odds are larger, the path reads what it missed, in one pass.
+    """
+
+    def __init__(self, guard: Guard, batch: int) -> None:
+        self.guard, self.length = guard, 0
+        self.readers = [Reader(path, path.new_cache(batch), []) for path in guard.paths]  # type: ignore[operator,arg-type]
+        self.evidence = guard.log_prior[:, None].repeat(1, batch)  # (M, B) of this window
+        self.at_rest: set[int] = set()
+        self.floor = guard.pause / (4 * guard.window)
+        self.passes = 0  # forward passes of paths: what resting saves
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """Log-probabilities (B, n, V) after each of `tokens` (B, n)."""
+        if not self.at_rest and tokens.shape[1] > 1:
+            return self._read_all(tokens)
+        return torch.cat([self._read_one(tokens[:, i : i + 1]) for i in range(tokens.shape[1])], 1)
+
+    def _read_all(self, tokens: Tensor) -> Tensor:
+        """Several tokens at once, as in a prompt: every path reads them."""
+        before = [reader.next for reader in self.readers if reader.next is not None]
+        predictions = torch.stack([reader.read(tokens) for reader in self.readers])
+        self.passes += len(self.readers)
+        if before:  # they also predicted the first of these tokens
+            seen = self.guard._seen(torch.cat([torch.stack(before)[:, :, None], predictions], 2), tokens)
+        else:
+            seen = self.guard._seen(predictions, tokens[:, 1:])
+        position = max(self.length - 1, 0) % self.guard.window
+        weights, self.evidence = self.guard._weigh(seen, self.evidence, position)
+        self.length += tokens.shape[1]
+        self._let_rest()
+        return mixed(weights[..., -tokens.shape[1] :], predictions)
+
+    def _read_one(self, token: Tensor) -> Tensor:
+        guard = self.guard
+        if self.length and self.length % guard.window == 0:  # a new window: everybody counts again
+            self._wake()
+            self.evidence = guard.log_prior[:, None].expand_as(self.evidence).clone()
+        elif self.length:
+            for number in self._awake():
+                self.evidence[number] += self.readers[number].gave(token)[:, 0]
+            if guard.switch_rate:
+                self.evidence = guard._after(self.evidence, torch.zeros_like(self.evidence), 1)
+        for number, reader in enumerate(self.readers):
+            if number in self.at_rest:
+                reader.unread.append(token)
+            else:
+                reader.read(token)
+                self.passes += 1
+        self.length += 1
+        if self.at_rest and bool((self._odds(self.at_rest) > self._most_odds()).any()):
+            self._wake()
+        awake = self._awake()
+        predictions = torch.stack([self.readers[number].prediction() for number in awake])
+        out = mixed(self.evidence[awake][..., None], predictions[:, :, None])
+        if self.at_rest:
+            uniform = math.log(self.floor / out.shape[-1])
+            out = torch.logaddexp(out + math.log1p(-self.floor), out.new_full((), uniform))
+        self._let_rest()
+        return out
+
+    def _awake(self) -> list[int]:
+        return [number for number in range(len(self.readers)) if number not in self.at_rest]
+
+    def _odds(self, some: set[int]) -> Tensor:
+        """(B) log of the evidence of some paths over that of the others."""
+        rest = [number for number in range(len(self.readers)) if number not in some]
+        return self.evidence[sorted(some)].logsumexp(0) - self.evidence[rest].logsumexp(0)
+
+    def _most_odds(self) -> float:
+        return 2 * math.log(self.floor) - math.log(self.guard.config.vocab_size)
+
+    def _let_rest(self) -> None:
+        """A path may rest if it will be able to for a while: about 14 nats."""
+        if self.at_rest or not self.floor:
+            return
+        best = int(self.evidence.sum(1).argmax())
+        share = self.evidence.log_softmax(0)
+        quiet = (share < self._most_odds() - math.log(1e6 * len(self.readers))).all(1)
+        self.at_rest = set(quiet.nonzero().flatten().tolist()) - {best}
+
+    def _wake(self) -> None:
+        """Let paths at rest read what they missed; their evidence is then exact again."""
+        for number in sorted(self.at_rest):
+            reader = self.readers[number]
+            if reader.unread:
+                self.evidence[number] += reader.catch_up()
+                self.passes += 1
+        self.at_rest = set()
