@@ -7,6 +7,7 @@ from attractor.config import JSONConfig, check_choice, check_number, check_proba
 
 RuleName = Literal["sgd", "adamw"]
 AllocationName = Literal["off", "grow", "replace"]
+AttentionName = Literal["off", "low_rank", "whole"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,3 +137,37 @@ class LearnConfig(JSONConfig):
                 f"prototype_rate={self.prototype_rate} moves prototypes, which update.train="
                 f"{self.update.train} trains; choose one"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardConfig(JSONConfig):
+    """Learning in overlays, and predicting by the evidence for each of them."""
+
+    learn: LearnConfig = field(default_factory=LearnConfig)
+    prior: float = 0.5
+    """Of the base; overlays share the rest. A window costs at most log(1 / prior) nats more than the base."""
+    window: int | None = None
+    """Tokens after which the weights start again (default: the model's context)."""
+    switch_rate: float = 0.0
+    """Share of the weights that goes back to the prior with each token, for texts that change in between."""
+    pause: float = 0.01
+    """Nats that a window of generated text may cost more, so that paths which hardly count need not run."""
+    attention: AttentionName = "off"
+    """What an overlay may change in attention: nothing, low-rank deltas, or whole matrices."""
+    attention_rank: int = 8
+    max_overlays: int = 8
+    """Every overlay costs a forward pass until the text has settled which one is right."""
+    keep_versions: int = 16
+    """How many versions of an overlay can be rolled back to."""
+
+    def __post_init__(self) -> None:
+        check_number("prior", self.prior, "a probability, 0 < prior < 1", lambda p: 0 < p < 1)
+        if self.window is not None:
+            check_size("window", self.window)
+        check_probability("switch_rate", self.switch_rate)
+        check_number("pause", self.pause, "a number of nats, 0 or more", lambda nats: nats >= 0)
+        check_choice("attention", self.attention, get_args(AttentionName))
+        for name in ("attention_rank", "max_overlays", "keep_versions"):
+            check_size(name, getattr(self, name))
+        if self.pause and self.switch_rate:
+            raise ValueError(f"pause={self.pause} needs switch_rate=0, not {self.switch_rate}: set one to 0")

@@ -62,20 +62,22 @@ class OnlineLearner:
         tokenizer: Tokenizer | None = None,
         config: LearnConfig | None = None,
         *,
+        others: Mapping[str, Tensor] | None = None,
         precision: str = "auto",
     ) -> None:
+        """`others` are parameters outside of APN layers that learn too: not local, and not saved here."""
         self.model, self.tokenizer, self.config = model, tokenizer, config or LearnConfig()
         self.precision = precision
         layers: dict[Any, APN] = dict(model.apn_layers())
         if not layers:
             raise ValueError("the model has no APN layers; there is nothing that could learn locally")
-        self.update = LocalUpdate(layers, self.config.update)
+        self.update = LocalUpdate(layers, self.config.update, others)
         self.allocator = Allocator(layers, self.config.allocation)
         self.layers = layers
         model.requires_grad_(False)
-        for number, layer in layers.items():
-            for _, parameter in self.update.trained(number):
-                parameter.requires_grad_(True)
+        for _, _, parameter in self.update.parameters():
+            parameter.requires_grad_(True)
+        for layer in layers.values():
             if self.config.scale_factor != 1 or layer.scale_factor is not None:
                 layer.set_scale_factor(self.config.scale_factor)
         self.history = np.zeros(0, dtype=np.int64)
@@ -194,7 +196,7 @@ class OnlineLearner:
                 raise NotFiniteUpdate("the loss of this text is not finite; nothing was changed")
             confidence = torch.stack([s.confidence.detach() for s in stats.values()]).amin(0)
             admission = admit(self.config.gates, counted, losses, logits, confidence, self.totals.surprise)
-            names = [(f"{n}.{name}", p) for n in self.layers for name, p in self.update.trained(n)]
+            names = [(key, parameter) for key, _, parameter in self.update.parameters()]
             gradients: dict[str, Tensor] = {}
             taught = int(admission.admitted.sum())
             if taught:
@@ -294,7 +296,7 @@ class OnlineLearner:
 
     @contextmanager
     def _gradients(self, gradients: Mapping[str, Tensor]) -> Iterator[None]:
-        parameters = [(f"{n}.{name}", p) for n in self.layers for name, p in self.update.trained(n)]
+        parameters = [(key, parameter) for key, _, parameter in self.update.parameters()]
         try:
             for key, parameter in parameters:
                 parameter.grad = gradients[key]

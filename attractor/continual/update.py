@@ -78,33 +78,44 @@ def most_specific(patches: Tensor, used_here: Tensor, used_before: Tensor, most:
 
 
 class LocalUpdate:
-    """The optimizer of patch-local learning, for APN layers by name or number."""
+    """The optimizer of patch-local learning, for APN layers by name or number.
 
-    def __init__(self, layers: Mapping[Any, APN], config: UpdateConfig) -> None:
+    `others` are parameters outside of APN layers that learn as a whole, whenever any patch does.
+    """
+
+    def __init__(
+        self, layers: Mapping[Any, APN], config: UpdateConfig, others: Mapping[str, Tensor] | None = None
+    ) -> None:
         check_roles(config.train)
         if not layers:
             raise ValueError("there are no APN layers to update")
-        self.layers, self.config = dict(layers), config
+        self.layers, self.config, self.others = dict(layers), config, dict(others or {})
         self.state: dict[str, Tensor] = {}  # flat, by layer, parameter and part: fit for safetensors
         for number, layer in self.layers.items():
             if not list(self.trained(number)):
                 raise ValueError(f"layer {number!r} has no parameters with the roles {list(config.train)}")
             if config.max_decoder is not None and layer.decoder is None:
                 raise ValueError("max_decoder needs independent decoders; these are shared")
-            if config.rule == "adamw":
-                for name, parameter in self.trained(number):
-                    rows = parameter.shape[0] if ROLES[name] in PATCH_ROLES else 1
-                    key = f"{number}.{name}"
-                    self.state |= {
-                        f"{key}.mean": torch.zeros_like(parameter, dtype=torch.float32),
-                        f"{key}.square": torch.zeros_like(parameter, dtype=torch.float32),
-                        f"{key}.steps": torch.zeros(rows, dtype=torch.int64, device=parameter.device),
-                    }
+        for key, name, parameter in self.parameters() if config.rule == "adamw" else ():
+            rows = parameter.shape[0] if ROLES.get(name) in PATCH_ROLES else 1
+            self.state |= {
+                f"{key}.mean": torch.zeros_like(parameter, dtype=torch.float32),
+                f"{key}.square": torch.zeros_like(parameter, dtype=torch.float32),
+                f"{key}.steps": torch.zeros(rows, dtype=torch.int64, device=parameter.device),
+            }
 
     def trained(self, number: Any) -> Iterator[tuple[str, Tensor]]:
         """Names and parameters of a layer that learn."""
         named = self.layers[number].named_parameters()
         return (pair for pair in named if ROLES[pair[0]] in self.config.train)
+
+    def parameters(self) -> Iterator[tuple[str, str, Tensor]]:
+        """Everything that learns: a key of its own, its name in its layer, the parameter."""
+        for number in self.layers:
+            for name, parameter in self.trained(number):
+                yield f"{number}.{name}", name, parameter
+        for name, parameter in self.others.items():
+            yield f"other.{name}", name, parameter
 
     @torch.no_grad()
     def step(
@@ -118,6 +129,9 @@ class LocalUpdate:
             raise ValueError(f"unknown layers {sorted(map(str, unknown))}")
         writes: list[Write] = []
         lengths = {number: self._plan(number, taught[number], gradient_scale, writes) for number in taught}
+        if any(len(patches) for patches in taught.values()):
+            for name, parameter in self.others.items():
+                self._plan_whole(f"other.{name}", parameter, gradient_scale, writes)
         if not all(values.isfinite().all() for _, _, values in writes):
             raise NotFiniteUpdate("a gradient or an update is not finite; nothing was changed")
         with all_or_nothing(undo) as undo:
@@ -157,6 +171,13 @@ class LocalUpdate:
                 values = values * (config.max_decoder / size).clamp(max=1)[:, None, None]
             writes.append((parameter, rows, values))
         return length.max()
+
+    def _plan_whole(self, key: str, parameter: Tensor, scale: float, writes: list[Write]) -> None:
+        if parameter.grad is None:
+            raise ValueError(f"{key} has no gradient; call backward() first")
+        rows = torch.arange(parameter.shape[0], device=parameter.device)
+        change = self._change(key, parameter.grad.float() * scale, rows, False, writes)
+        writes.append((parameter, rows, parameter.float() + change))
 
     def _change(
         self, key: str, gradient: Tensor, rows: Tensor, by_patch: bool, writes: list[Write]

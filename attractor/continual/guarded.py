@@ -1,0 +1,268 @@
+"""GuardedLearner: learns every source in an overlay of its own, and never costs more than the bound.
+
+learner = GuardedLearner.load("runs/tiny_apn")
+learner.observe(text, source="kjv")             # the base is not touched
+learner.perplexity(held_out)                    # the mixture of base and overlays, by evidence
+learner.rollback("kjv", version=3); learner.drop("kjv"); learner.export("kjv", folder)
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attractor.checkpoint import find_model, write_folder
+from attractor.continual.config import GuardConfig
+from attractor.continual.guard import BASE, Guard
+from attractor.continual.learner import OnlineLearner, Text
+from attractor.continual.lesson import Observation
+from attractor.continual.overlay import Branch, Overlay, fingerprint
+from attractor.evaluate import autocast, evaluate, perplexity
+from attractor.generate import generate
+from attractor.model import GPT
+from attractor.tokenizer import Tokenizer
+from attractor.tokenizer import load as load_tokenizer
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclasses.dataclass
+class Source:
+    """What one source taught: a branch, who teaches it, and where it can go back to."""
+
+    branch: Branch
+    learner: OnlineLearner
+    version: int = 0
+    versions: dict[int, Overlay] = dataclasses.field(default_factory=dict)
+
+
+class GuardedLearner:
+    def __init__(
+        self,
+        model: GPT,
+        tokenizer: Tokenizer | None = None,
+        config: GuardConfig | None = None,
+        *,
+        precision: str = "auto",
+    ) -> None:
+        if not model.apn_layers():
+            raise ValueError("the model has no APN layers; there are no patches to lay over")
+        self.base, self.tokenizer, self.config = model, tokenizer, config or GuardConfig()
+        self.precision = precision
+        self.base.requires_grad_(False).eval()
+        self.base_hash = fingerprint(model)
+        self.sources: dict[str, Source] = {}
+
+    # --- learning
+
+    def observe(self, text: Text, source: str = "default") -> Observation:
+        """Teach the overlay of this source, which is made on first use. The loss is that of its own path."""
+        is_new = source not in self.sources
+        if is_new:
+            self._check_name(source)
+            if len(self.sources) >= self.config.max_overlays:
+                raise ValueError(
+                    f"there are {len(self.sources)} overlays, as many as max_overlays allows: drop one first"
+                )
+        held = self._new_source() if is_new else self.sources[source]
+        seen = held.learner.observe(text, source=source)
+        self.sources[source] = held
+        if seen.updates:
+            self._keep_version(held, tokens=held.learner.totals.tokens, source=source)
+        return seen
+
+    def _new_source(self, overlay: Overlay | None = None) -> Source:
+        learn = self.config.learn
+        branch = Branch(
+            self.base, roles=learn.update.train, attention=self.config.attention,
+            rank=self.config.attention_rank, base_hash=self.base_hash,
+        )  # fmt: skip
+        if overlay is not None:
+            branch.apply(overlay)
+        return Source(branch, self._teacher(branch))
+
+    def _teacher(self, branch: Branch) -> OnlineLearner:
+        others = cast(dict[str, Tensor], branch.others)
+        return OnlineLearner(
+            branch.model, self.tokenizer, self.config.learn, others=others, precision=self.precision
+        )
+
+    def _keep_version(self, held: Source, **notes: Any) -> None:
+        held.version += 1
+        held.versions[held.version] = held.branch.overlay(version=held.version, **notes)
+        for old in sorted(held.versions)[: -self.config.keep_versions]:
+            del held.versions[old]
+
+    # --- predicting
+
+    @property
+    def guard(self) -> Guard:
+        """The base and all overlays, as one model."""
+        config = self.config
+        paths = {BASE: self.base} | {name: held.branch.model for name, held in self.sources.items()}
+        guard = Guard(
+            paths, prior=config.prior, window=config.window, switch_rate=config.switch_rate,
+            pause=config.pause,
+        )  # fmt: skip
+        return guard.to(self.base.embedding.weight.device).eval()
+
+    def perplexity(self, text: Text) -> float:
+        tokens = self._tokens(text)
+        device = self.base.embedding.weight.device
+        with torch.no_grad():
+            loss = evaluate(cast(GPT, self.guard), tokens, autocast=lambda: autocast(device, self.precision))
+        return perplexity(loss)
+
+    def generate(self, prompt: str, **options: Any) -> str:
+        tokens = torch.from_numpy(self._tokens(prompt))[None].to(self.base.embedding.weight.device)
+        written = generate(cast(GPT, self.guard), tokens, **options)
+        return self._tokenizer().decode(tokens[0].tolist() + [int(token) for token in written])
+
+    def posterior(self, text: Text) -> dict[str, float]:
+        """How much each path counts after the last tokens of a text, as many as the context holds."""
+        tokens = torch.from_numpy(self._tokens(text)[-self.base.config.context :])[None]
+        guard = self.guard
+        weights = guard.posterior(tokens.to(self.base.embedding.weight.device))[0, -1]
+        return dict(zip(guard.names, weights.tolist(), strict=True))
+
+    # --- overlays
+
+    def overlays(self) -> dict[str, dict[str, Any]]:
+        """Name -> version, versions kept, bytes, patches by layer, tokens seen."""
+        described = {}
+        for name, held in self.sources.items():
+            overlay = held.versions[held.version] if held.versions else held.branch.overlay()
+            described[name] = {
+                "version": held.version, "kept": sorted(held.versions), "bytes": overlay.nbytes,
+                "patches": {layer: len(numbers) for layer, numbers in overlay.patches().items()},
+                "tokens": held.learner.totals.tokens,
+            }  # fmt: skip
+        return described
+
+    def drop(self, name: str) -> None:
+        """Forget an overlay altogether. Without any overlay the predictions are the base's, to the bit."""
+        del self.sources[self._known(name)]
+
+    def rollback(self, name: str, version: int) -> None:
+        """Back to an earlier version of an overlay, to the bit; later ones are gone, and so are moments."""
+        held = self.sources[self._known(name)]
+        if version not in held.versions:
+            raise ValueError(f"version {version} of {name!r} is not kept; there are {sorted(held.versions)}")
+        held.branch.apply(held.versions[version])
+        held.learner = self._teacher(held.branch)
+        held.version = version
+        held.versions = {number: kept for number, kept in held.versions.items() if number <= version}
+
+    def forget(self, source: str) -> str:
+        """Remove what a source taught; says what was removed. Exact, because nothing else wrote there."""
+        if source not in self.sources:
+            raise ValueError(
+                f"nothing is kept apart for {source!r}: either it taught nothing, or its overlay was "
+                f"consolidated into the base. Overlays: {sorted(self.sources)}"
+            )
+        tokens = self.sources[source].learner.totals.tokens
+        self.drop(source)
+        return f"removed everything that {tokens:,} tokens of {source!r} taught"
+
+    def export(self, name: str, folder: str | Path) -> None:
+        held = self.sources[self._known(name)]
+        notes = {"source": name, "version": held.version, "config": self.config.to_dict()}
+        held.branch.overlay(**notes).save(folder)
+
+    def import_overlay(self, folder: str | Path, name: str) -> None:
+        """Take over an exported overlay; it must have been made over this base."""
+        self._check_name(name)
+        if name in self.sources:
+            raise ValueError(f"there is an overlay {name!r} already; drop it first, or choose another name")
+        held = self._new_source(Overlay.load(folder, device=self.base.embedding.weight.device))
+        self._keep_version(held, source=name, imported=True)
+        self.sources[name] = held
+
+    def _known(self, name: str) -> str:
+        if name not in self.sources:
+            raise ValueError(f"there is no overlay {name!r}; there are {sorted(self.sources)}")
+        return name
+
+    def _check_name(self, name: str) -> None:
+        if not NAME.fullmatch(name) or name == BASE:
+            raise ValueError(
+                f"{name!r} cannot name an overlay: up to 64 letters, digits, '.', '_' or '-', not {BASE!r}"
+            )
+
+    # --- files
+
+    def save(self, folder: str | Path) -> None:
+        """The base, and for every overlay its versions; loading gives the same predictions to the bit."""
+        for held in self.sources.values():
+            held.learner.flush()
+
+        def fill(partial: Path) -> None:
+            self.base.save_pretrained(partial)
+            if self.tokenizer is not None:
+                self.tokenizer.save(partial / "tokenizer.json")
+            kept: dict[str, Any] = {}
+            for name, held in self.sources.items():
+                held.branch.overlay(source=name, version=held.version).save(partial / "overlays" / name)
+                for version, overlay in held.versions.items():
+                    overlay.save(partial / "overlays" / name / f"version-{version}")
+                kept[name] = {"version": held.version, "versions": sorted(held.versions)}
+            state = {"config": self.config.to_dict(), "sources": kept, "base": self.base_hash}
+            (partial / "guard.json").write_text(json.dumps(state, indent=2))
+
+        write_folder(Path(folder), fill)
+
+    @classmethod
+    def load(
+        cls,
+        folder: str | Path,
+        config: GuardConfig | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        precision: str = "auto",
+    ) -> Self:
+        """A saved learner with its overlays, or a run or a model to start from."""
+        found = find_model(folder)
+        model = GPT.from_pretrained(found, device=device)
+        tokenizer_file = found / "tokenizer.json"
+        tokenizer = load_tokenizer(tokenizer_file) if tokenizer_file.is_file() else None
+        if not (found / "guard.json").is_file():
+            return cls(model, tokenizer, config, precision=precision)
+        try:
+            state = json.loads((found / "guard.json").read_text())
+            learner = cls(
+                model, tokenizer, config or GuardConfig.from_dict(state["config"]), precision=precision
+            )
+            if learner.base_hash != state["base"]:
+                raise ValueError("the base is not the one these overlays were made over")
+            for name, kept in cast(Mapping[str, Any], state["sources"]).items():
+                learner._check_name(name)
+                place = found / "overlays" / name
+                held = learner._new_source(Overlay.load(place, device=device))
+                held.version = int(kept["version"])
+                held.versions = {int(v): Overlay.load(place / f"version-{int(v)}") for v in kept["versions"]}
+                learner.sources[name] = held
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{found} holds a damaged guarded learner: {error!r}") from error
+        return learner
+
+    # --- what people give us
+
+    def _tokens(self, text: Text) -> np.ndarray:
+        if isinstance(text, str):
+            text = self._tokenizer().encode(text)
+        tokens = np.asarray(text.cpu() if isinstance(text, Tensor) else text).astype(np.int64)
+        vocabulary = self.base.config.vocab_size
+        if tokens.ndim != 1 or not len(tokens) or tokens.min() < 0 or tokens.max() >= vocabulary:
+            raise ValueError(f"expected a sequence of ids, 0 to {vocabulary - 1}, and not an empty one")
+        return tokens
+
+    def _tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise ValueError("this learner has no tokenizer: give tokens instead of text")
+        return self.tokenizer

@@ -1,0 +1,254 @@
+"""Overlays: what was learned, kept beside the base instead of in it.
+
+    branch = Branch(base, attention="low_rank")    # a model of its own that reads the rest from the base
+    overlay = branch.overlay()                     # what differs: rows of patches, tensors, low-rank factors
+    overlay.save(folder); Overlay.load(folder)
+    branch.apply(overlay)                          # exactly that again; branch.apply(None) is the base
+
+The base is never written: a branch has copies of the patch banks and of what else it may train, and shares
+all other memory. What an overlay keeps and exports is proportional to what changed.
+"""
+
+import copy
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self, cast, get_args
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from attractor.checkpoint import write_folder
+from attractor.config import check_choice, check_size
+from attractor.continual.baselines.lora import LowRank
+from attractor.continual.config import AttentionName
+from attractor.layer import APN, PATCH_ROLES, ROLES, check_roles
+from attractor.model import GPT, Block
+from attractor.version import __version__
+
+FORMAT = 1
+
+
+def fingerprint(model: GPT) -> str:
+    """A hash of every name, type, shape and byte of a model."""
+    digest = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True)
+class Overlay:
+    """What a branch has that its base has not. Tensors are the overlay's own and are never changed."""
+
+    base: str  # fingerprint of the base
+    rows: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # bank -> patches, their rows
+    whole: dict[str, Tensor] = field(default_factory=dict)  # tensors that belong to no patch
+    factors: dict[str, Tensor] = field(default_factory=dict)  # of low-rank deltas: NAME.up and NAME.down
+    notes: dict[str, Any] = field(default_factory=dict)  # where it comes from; anything JSON can hold
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors().values())
+
+    def patches(self) -> dict[str, list[int]]:
+        """Layer -> the patches that differ from the base in anything."""
+        found: dict[str, set[int]] = {}
+        for name, (numbers, _) in self.rows.items():
+            found.setdefault(name.split(".")[1], set()).update(numbers.tolist())
+        return {layer: sorted(numbers) for layer, numbers in sorted(found.items())}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        tensors = {f"whole/{name}": value for name, value in self.whole.items()}
+        tensors |= {f"factor/{name}": value for name, value in self.factors.items()}
+        for name, (numbers, values) in self.rows.items():
+            tensors |= {f"patch/{name}": numbers, f"rows/{name}": values}
+        return tensors
+
+    def save(self, folder: str | Path) -> None:
+        """overlay.json and overlay.safetensors; the folder appears whole or not at all."""
+
+        def fill(partial: Path) -> None:
+            described = {
+                "format": FORMAT, "attractor": __version__, "base": self.base, "bytes": self.nbytes,
+                "patches": {layer: len(numbers) for layer, numbers in self.patches().items()},
+                "notes": self.notes,
+            }  # fmt: skip
+            try:
+                save_file(
+                    {name: value.contiguous() for name, value in self._tensors().items()},
+                    partial / "overlay.safetensors", metadata={"base": self.base},
+                )  # fmt: skip
+            except SafetensorError as error:
+                raise OSError(f"cannot write {folder}: {error}") from error
+            (partial / "overlay.json").write_text(json.dumps(described, indent=2))
+
+        write_folder(Path(folder), fill)
+
+    @classmethod
+    def load(cls, folder: str | Path, *, device: torch.device | str = "cpu") -> Self:
+        """Read what `save` wrote; anything else is a ValueError."""
+        folder = Path(folder)
+        parts: dict[str, dict[str, Tensor]] = {"whole": {}, "factor": {}, "patch": {}, "rows": {}}
+        try:
+            described = json.loads((folder / "overlay.json").read_text())
+            if described["format"] != FORMAT:
+                raise ValueError(f"format {described['format']!r}: this release reads {FORMAT}")
+            with safe_open(folder / "overlay.safetensors", framework="pt", device=str(device)) as file:
+                if (file.metadata() or {}).get("base") != described["base"]:
+                    raise ValueError("its two files belong to different overlays")
+                for key in file.keys():  # noqa: SIM118 (not a dict)
+                    kind, name = key.split("/", 1)
+                    parts[kind][name] = file.get_tensor(key).clone()  # not a view into the file
+            if parts["patch"].keys() != parts["rows"].keys():
+                raise ValueError("rows without their patches")
+            rows = {name: (numbers, parts["rows"][name]) for name, numbers in parts["patch"].items()}
+            for name, (numbers, values) in rows.items():
+                if numbers.dtype != torch.int64 or numbers.shape != values.shape[:1] or numbers.min() < 0:
+                    raise ValueError(
+                        f"{name} has {tuple(values.shape)} rows for {tuple(numbers.shape)} patches"
+                    )
+            return cls(described["base"], rows, parts["whole"], parts["factor"], described["notes"])
+        except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
+            raise ValueError(f"{folder} holds no overlay that can be read: {error}") from error
+
+
+class Branch:
+    """A model that starts as its base and may learn without touching it.
+
+    It owns every patch bank, the other roles named in `roles` (say "encoder"), and with `attention` low-rank
+    deltas beside the attention's matrices, or copies of them. The rest is the base's own memory.
+    """
+
+    def __init__(
+        self,
+        base: GPT,
+        *,
+        roles: Sequence[str] = (),
+        attention: AttentionName = "off",
+        rank: int = 8,
+        seed: int = 0,
+        base_hash: str | None = None,
+    ) -> None:
+        check_roles(roles)
+        check_choice("attention", attention, get_args(AttentionName))
+        check_size("rank", rank)
+        if not base.apn_layers():
+            raise ValueError("the base has no APN layers; there are no patches to lay over")
+        self.base, self.attention = base, attention
+        self.roles = {*PATCH_ROLES, *roles}
+        self.base_hash = base_hash or fingerprint(base)
+        shared = {id(p): nn.Parameter(p.data, requires_grad=False) for p in base.parameters()}
+        self.model = copy.deepcopy(base, dict(shared))  # deepcopy takes what its memo holds: no bytes move
+        generator = torch.Generator().manual_seed(seed)
+        self.others: dict[str, nn.Parameter] = {}
+        for layer in self.model.apn_layers().values():
+            for name, parameter in list(layer.named_parameters(recurse=False)):
+                if ROLES[name] in self.roles:
+                    setattr(layer, name, nn.Parameter(parameter.detach().clone()))
+        for prefix, owner, name in self._attention():
+            linear = cast(nn.Linear, getattr(owner, name))
+            if attention == "whole":
+                linear.weight = nn.Parameter(linear.weight.detach().clone())
+                self.others[f"{prefix}.weight"] = linear.weight
+            elif attention == "low_rank":
+                adapter = LowRank(linear, rank, 1.0, 0.0, generator).to(linear.weight.device)
+                setattr(owner, name, adapter)
+                self.others |= {f"{prefix}.down": adapter.down, f"{prefix}.up": adapter.up}
+        self._start = {name: p.detach().clone() for name, p in self.others.items()}
+
+    def _attention(self) -> Iterator[tuple[str, nn.Module, str]]:
+        if self.attention == "off":
+            return
+        for number, block in enumerate(cast(list[Block], self.model.blocks)):
+            for name in ("qkv", "out"):
+                yield f"blocks.{number}.attention.{name}", block.attention, name
+
+    def _own(self) -> Iterator[tuple[str, APN, str]]:
+        """Parameters of APN layers that are not the base's memory: full name, layer, name."""
+        for number, layer in self.model.apn_layers().items():
+            for name, _ in layer.named_parameters(recurse=False):
+                if ROLES[name] in self.roles:
+                    yield f"blocks.{number}.ffn.{name}", layer, name
+
+    @torch.no_grad()
+    def overlay(self, **notes: Any) -> Overlay:
+        """What differs from the base, byte for byte."""
+        base = dict(self.base.named_parameters())
+        grown = {number: layer.num_patches for number, layer in self.model.apn_layers().items()}
+        rows: dict[str, tuple[Tensor, Tensor]] = {}
+        whole: dict[str, Tensor] = {}
+        for number, layer in self.model.apn_layers().items():
+            for name, value in layer.named_parameters(recurse=False):
+                key = f"blocks.{number}.ffn.{name}"
+                old = base[key]
+                if ROLES[name] in PATCH_ROLES:
+                    same = torch.zeros(grown[number], dtype=torch.bool, device=value.device)
+                    same[: len(old)] = (value[: len(old)] == old).flatten(1).all(1)
+                    if not same.all():
+                        numbers = (~same).nonzero().flatten()
+                        rows[key] = (numbers.cpu(), value[numbers].cpu())
+                elif not torch.equal(value, old):
+                    whole[key] = value.detach().cpu().clone()
+        factors = {}
+        for name, value in self.others.items():
+            if torch.equal(value, self._start[name]):
+                continue
+            if self.attention == "whole":
+                whole[name] = value.detach().cpu().clone()
+            else:
+                factors[name] = value.detach().cpu().clone()
+        for name in list(factors):  # a factor is nothing without the other one
+            for part in ("up", "down"):
+                key = f"{name.rsplit('.', 1)[0]}.{part}"
+                factors.setdefault(key, self.others[key].detach().cpu().clone())
+        return Overlay(self.base_hash, rows, whole, factors, notes)
+
+    @torch.no_grad()
+    def apply(self, overlay: Overlay | None) -> None:
+        """Become the base with this overlay: what `overlay()` saw, to the byte. Checked before any change."""
+        if overlay is not None:
+            self._check(overlay)
+        base = dict(self.base.named_parameters())
+        layers = self.model.apn_layers()
+        for number, layer in layers.items():
+            wanted = self.base.apn_layers()[number].num_patches
+            if overlay is not None:
+                wanted = max([wanted, *(int(patches.max()) + 1 for key, (patches, _) in overlay.rows.items()
+                                        if key.startswith(f"blocks.{number}.ffn."))])  # fmt: skip
+            if layer.num_patches != wanted:
+                layer.resize(wanted)
+        for key, layer, name in self._own():
+            own, old = getattr(layer, name), base[key]
+            own[: len(old)] = old
+            if overlay is not None and key in overlay.rows:
+                patches, values = overlay.rows[key]
+                own[patches.to(own.device)] = values.to(own)
+            if overlay is not None and key in overlay.whole:
+                own.copy_(overlay.whole[key])
+        for name, parameter in self.others.items():
+            learned = None if overlay is None else (overlay.whole | overlay.factors).get(name)
+            parameter.copy_(self._start[name] if learned is None else learned)
+
+    def _check(self, overlay: Overlay) -> None:
+        if overlay.base != self.base_hash:
+            raise ValueError(
+                f"the overlay was made over another base ({overlay.base[:12]}, this one is "
+                f"{self.base_hash[:12]}); nothing was changed"
+            )
+        own = {key: getattr(layer, name) for key, layer, name in self._own()}
+        for name, value in [*overlay.whole.items(), *overlay.factors.items()]:
+            mine = own.get(name, self.others.get(name))
+            if mine is None or mine.shape != value.shape:
+                raise ValueError(
+                    f"the overlay holds {name} {tuple(value.shape)}, which this branch does not: it needs "
+                    "the same roles, attention and rank. Nothing was changed"
+                )
+        for name, (_, values) in overlay.rows.items():
+            if name not in own or own[name].shape[1:] != values.shape[1:]:
+                raise ValueError(f"the overlay holds rows of {name} that do not fit; nothing was changed")

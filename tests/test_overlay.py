@@ -1,0 +1,230 @@
+"""Overlays: the base keeps its bytes, what changed is exactly what is kept, all of it can be taken back."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_learner import TOKENIZER, model_of, stream
+
+from attractor.continual.config import AllocationConfig, GuardConfig, LearnConfig, UpdateConfig
+from attractor.continual.guard import Guard
+from attractor.continual.guarded import GuardedLearner
+from attractor.continual.overlay import Branch, Overlay, fingerprint
+from attractor.evaluate import evaluate
+
+KINDS = {
+    "patches": {},
+    "encoder": {"train": ("decoders", "gates", "encoder")},
+    "prototypes": {"train": ("decoders", "prototypes")},
+    "low rank": {"attention": "low_rank"},
+    "whole attention": {"attention": "whole"},
+    "grown": {"allocation": {"mode": "grow", "novelty": 100.0, "window": 1, "cooldown": 40}},
+    "recycled": {"allocation": {"mode": "replace", "novelty": 100.0, "window": 1, "cooldown": 40}},
+    "following": {"prototype_rate": 0.1},
+}
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def guarded(kind="patches", seed=0, **options):
+    given = dict(KINDS[kind])
+    update = UpdateConfig(train=given.pop("train", ("decoders", "gates")), learning_rate=1e-2)
+    allocation = AllocationConfig(**given.pop("allocation", {"mode": "off"}))
+    learn = LearnConfig(
+        update=update, allocation=allocation, budget=8, prototype_rate=given.pop("prototype_rate", 0.0)
+    )
+    return GuardedLearner(model_of(seed), TOKENIZER, GuardConfig(learn=learn, **given, **options))
+
+
+def weights(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(value, b[name]) for name, value in a.items())
+
+
+@every_kind
+def test_the_base_keeps_its_bytes(kind):
+    learner = guarded(kind)
+    before, predicted = weights(learner.base), learner.perplexity(stream(64))
+    learner.observe(stream(200), source="web")
+    learner.observe(stream(100, seed=1), source="mail")
+    assert same(weights(learner.base), before)
+    assert not same(weights(learner.sources["web"].branch.model), before)
+    assert learner.perplexity(stream(64)) != predicted
+    for name in ("web", "mail"):
+        learner.drop(name)
+    assert learner.perplexity(stream(64)) == predicted
+    assert same(weights(learner.base), before)
+
+
+@every_kind
+def test_an_overlay_is_exactly_what_changed(kind):
+    """Applied to a fresh branch it gives the same weights; and it holds no row that the base has too."""
+    learner = guarded(kind)
+    learner.observe(stream(120), source="web")
+    branch = learner.sources["web"].branch
+    overlay = branch.overlay()
+    base = weights(learner.base)
+    for name, (numbers, rows) in overlay.rows.items():
+        for number, row in zip(numbers.tolist(), rows, strict=True):
+            assert number >= len(base[name]) or not torch.equal(row, base[name][number])
+    assert overlay.nbytes > 0
+    fresh = Branch(
+        learner.base, roles=learner.config.learn.update.train, attention=learner.config.attention, seed=7
+    )
+    fresh.apply(overlay)
+    assert same(weights(fresh.model), weights(branch.model))
+    fresh.apply(None)
+    tokens = torch.from_numpy(stream(8))[None]
+    assert torch.equal(fresh.model.eval()(tokens), learner.base(tokens))
+    assert fresh.overlay().nbytes == 0
+
+
+def test_size_is_what_was_touched():
+    learner = guarded()
+    learner.observe(stream(200)[:9], source="web")  # one update
+    told = learner.overlays()["web"]
+    row = sum(p[0].nbytes for n, p in learner.base.apn_layers()[0].named_parameters() if n != "prototypes")
+    row -= learner.base.apn_layers()[0].encoder[0].nbytes
+    patches = sum(told["patches"].values())
+    assert patches < 24
+    assert told["bytes"] <= patches * (row + 3 * 8)
+    assert sum(learner.sources["web"].learner.observe(stream(1)).patches.values()) == 0
+
+
+@every_kind
+def test_files(kind, tmp_path):
+    learner = guarded(kind)
+    learner.observe(stream(120), source="web")
+    learner.observe(stream(90, seed=1), source="mail")
+    learner.save(tmp_path / "saved")
+    loaded = GuardedLearner.load(tmp_path / "saved")
+    assert loaded.config == learner.config
+    assert loaded.overlays().keys() == learner.overlays().keys()
+    for name, held in learner.sources.items():
+        assert same(weights(loaded.sources[name].branch.model), weights(held.branch.model))
+        assert loaded.overlays()[name]["kept"] == learner.overlays()[name]["kept"]
+    assert loaded.perplexity(stream(50, seed=3)) == learner.perplexity(stream(50, seed=3))
+    learner.export("web", tmp_path / "web")
+    other = guarded(kind)
+    other.import_overlay(tmp_path / "web", "imported")
+    assert same(weights(other.sources["imported"].branch.model), weights(learner.sources["web"].branch.model))
+    with pytest.raises(ValueError, match="another base"):
+        guarded(kind, seed=1).import_overlay(tmp_path / "web", "imported")
+
+
+def test_rollback_is_exact():
+    learner = guarded("encoder", keep_versions=5)
+    seen = []
+    for step in range(8):
+        learner.observe(stream(16, seed=step), source="web")
+        seen.append(weights(learner.sources["web"].branch.model))
+    assert learner.overlays()["web"]["kept"] == [4, 5, 6, 7, 8]
+    learner.rollback("web", 6)
+    assert same(weights(learner.sources["web"].branch.model), seen[5])
+    assert learner.overlays()["web"]["kept"] == [4, 5, 6]
+    learner.observe(stream(16, seed=9), source="web")
+    assert learner.overlays()["web"]["version"] == 7
+    with pytest.raises(ValueError, match="version 8 of 'web' is not kept"):
+        learner.rollback("web", 8)
+
+
+def test_forgetting_a_source_is_exact():
+    learner, twin = guarded(), guarded()
+    learner.observe(stream(100), source="a")
+    twin.observe(stream(100), source="a")
+    learner.observe(stream(100, seed=1), source="b")
+    assert "100 tokens of 'b'" in learner.forget("b")
+    assert learner.perplexity(stream(64)) == twin.perplexity(stream(64))
+    with pytest.raises(ValueError, match="nothing is kept apart for 'b'"):
+        learner.forget("b")
+
+
+def test_the_guard_protects_and_lets_learn():
+    """B improves nearly as much as unguarded, and A costs no more than the bound."""
+    learner = guarded("encoder")
+    with torch.no_grad():
+        learner.base.embedding.weight.mul_(20)
+    learner = GuardedLearner(learner.base, TOKENIZER, learner.config)
+    a, b = stream(400), TOKENIZER.encode("abcdefghij" * 300)
+    before = evaluate(learner.base, a)
+    learner.observe(b, source="b")
+    path = learner.sources["b"].branch.model
+    bound = learner.guard.bound(8) / 8
+    assert evaluate(learner.guard, a) <= before + bound
+    assert evaluate(learner.guard, b) <= evaluate(path, b) + bound
+    assert evaluate(path, b) < evaluate(learner.base, b) - 0.5
+    assert learner.posterior("abcdefgh")["b"] > 0.9
+    assert sum(learner.posterior("abcdefgh").values()) == pytest.approx(1)
+    assert learner.generate("abc", max_tokens=6, temperature=0).startswith("abc")
+    assert isinstance(learner.guard, Guard)
+
+
+def test_damage_is_refused(tmp_path):
+    learner = guarded()
+    learner.observe(stream(40), source="web")
+    learner.export("web", tmp_path / "web")
+    file, described = tmp_path / "web" / "overlay.safetensors", tmp_path / "web" / "overlay.json"
+    whole, text = file.read_bytes(), described.read_text()
+    tensors = {name: value.clone() for name, value in load_file(file).items()}  # not a map of the file
+    changes = {
+        "cut short": whole[: len(whole) // 2],
+        "not a file of tensors": b"no",
+    }
+    for content in changes.values():
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match="no overlay that can be read"):
+            Overlay.load(tmp_path / "web")
+    save_file(tensors, file, metadata={"base": "0" * 64})
+    with pytest.raises(ValueError, match="different overlays"):
+        Overlay.load(tmp_path / "web")
+    first = next(name for name in tensors if name.startswith("rows/"))
+    for wrong in (
+        {k: v for k, v in tensors.items() if k != first},
+        tensors | {first: tensors[first][:1]},
+        tensors | {"strange/x": torch.zeros(1)},
+        tensors | {first.replace("rows/", "patch/"): -tensors[first.replace("rows/", "patch/")] - 1},
+    ):
+        save_file(wrong, file, metadata={"base": learner.base_hash})
+        with pytest.raises(ValueError, match="no overlay that can be read"):
+            Overlay.load(tmp_path / "web")
+    save_file(tensors | {first: tensors[first][:, :1]}, file, metadata={"base": learner.base_hash})
+    before = weights(learner.sources["web"].branch.model)
+    with pytest.raises(ValueError, match="do not fit; nothing was changed"):
+        learner.import_overlay(tmp_path / "web", "other")
+    assert "other" not in learner.sources
+    assert same(weights(learner.sources["web"].branch.model), before)
+    file.write_bytes(whole)
+    described.write_text(json.dumps(json.loads(text) | {"format": 2}))
+    with pytest.raises(ValueError, match="format 2"):
+        Overlay.load(tmp_path / "web")
+
+
+def test_mistakes(tmp_path):
+    learner = guarded(max_overlays=1)
+    for name in ("", "../x", "a/b", "base", "x" * 65, ".hidden"):
+        with pytest.raises(ValueError, match="cannot name an overlay"):
+            learner.observe(stream(9), source=name)
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        learner.observe([99], source="web")
+    assert not learner.sources  # a failed first lesson leaves no overlay behind
+    learner.observe(stream(9), source="web")
+    with pytest.raises(ValueError, match="as many as max_overlays"):
+        learner.observe(stream(9), source="other")
+    for act in (learner.drop, lambda n: learner.rollback(n, 1), lambda n: learner.export(n, tmp_path / "x")):
+        with pytest.raises(ValueError, match="there is no overlay 'nobody'"):
+            act("nobody")
+    with pytest.raises(ValueError, match="not an empty one"):
+        learner.perplexity([])
+    for wrong in ({"prior": 1.0}, {"pause": 0.1, "switch_rate": 0.1}, {"attention": "some"}, {"window": 0}):
+        with pytest.raises(ValueError):
+            GuardConfig(**wrong)
+    config = GuardConfig(attention="whole", learn=LearnConfig(budget=5))
+    assert GuardConfig.from_json(config.to_json()) == config
+    whole = guarded("whole attention")
+    whole.observe(stream(40), source="web")
+    with pytest.raises(ValueError, match="the same roles"):
+        guarded()._new_source(whole.sources["web"].branch.overlay())
+    assert fingerprint(model_of()) == fingerprint(model_of()) != fingerprint(model_of(1))
