@@ -36,6 +36,7 @@ FOLDER = re.compile(r"(last|best)-(\d+)")
 
 def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
     """Call `fill` with an empty folder, flush what it wrote, and make it appear as `target`."""
+    recover_folder(target)
     partial = target.with_name(f".partial-{target.name}-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -53,6 +54,15 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         raise
     _flush(target.parent)
+
+
+def recover_folder(target: Path) -> None:
+    """Undo a replacement that a kill cut short: the old folder comes back, or what is left of it goes."""
+    replaced = target.with_name(f".replaced-{target.name}")
+    if replaced.exists() and not target.exists():
+        os.rename(replaced, target)
+    elif replaced.exists():
+        remove_folder(replaced)
 
 
 def remove_folder(folder: Path) -> None:
@@ -76,9 +86,7 @@ class Checkpoints:
     def __init__(self, run: Path) -> None:
         self.folder = run / "checkpoints"
         for replaced in self.folder.glob(".replaced-*"):
-            target = self.folder / replaced.name.removeprefix(".replaced-")
-            if not target.exists():
-                os.rename(replaced, target)
+            recover_folder(self.folder / replaced.name.removeprefix(".replaced-"))
 
     def newest(self, kind: str) -> Path | None:
         found = self._steps(kind)
@@ -108,13 +116,16 @@ class Checkpoints:
 def find_model(path: str | Path) -> Path:
     """The folder to load from: the best model of a run (else its last), a checkpoint, or a saved model."""
     path = Path(path)
-    if (path / "model.safetensors").is_file():
-        return path
+    for folder in (path, path / "learner"):  # what `attractor adapt` writes
+        if folder.name:
+            recover_folder(folder)
+        if (folder / "model.safetensors").is_file():
+            return folder
     checkpoints = Checkpoints(path)
-    folder = checkpoints.newest("best") or checkpoints.newest("last")
-    if folder is None:
+    newest = checkpoints.newest("best") or checkpoints.newest("last")
+    if newest is None:
         raise ValueError(f"{path} holds neither a saved model nor the checkpoints of a run")
-    return folder
+    return newest
 
 
 State = dict[str, Any]

@@ -80,6 +80,8 @@ class JSONConfig:
 
     @classmethod
     def _build(cls, values: dict[str, Any]) -> Self:
+        if not isinstance(values, dict):
+            raise ValueError(f"{cls.__name__} must be a JSON object, not {values!r}")
         known = {field.name: field.default_factory for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
         if unknown := sorted(set(values) - set(known)):
             raise ValueError(f"unknown fields {unknown}; {cls.__name__} has {sorted(known)}")
@@ -257,7 +259,9 @@ class GPTConfig(JSONConfig):
                 f"apn.num_layers={self.apn.num_layers} contradicts num_layers={self.num_layers}; set only "
                 "num_layers"
             )
-        for key in self.per_layer:
+        for key, changes in self.per_layer.items():
+            if not isinstance(changes, dict):
+                raise ValueError(f"per_layer[{key!r}] must be a dict of settings, not {changes!r}")
             if not (key.isdecimal() and int(key) < self.num_layers):
                 raise ValueError(f"per_layer names layer {key!r}; allowed: '0' to '{self.num_layers - 1}'")
         kinds = {self.ffn_of(layer)[0] for layer in range(self.num_layers)}

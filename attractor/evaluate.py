@@ -31,23 +31,19 @@ def evaluate(
     of `world` share the windows of each batch.
     """
     world = world or World()
-    was_training = model.training
-    model.eval()
     device = model.embedding.weight.device
     total, count = 0.0, 0
-    for inputs, targets, number in windows(tokens, model.config.context, batch_size):
-        mine = slice(world.rank, None, world.size) if len(inputs) > world.rank else slice(0, 1)
-        with autocast():
-            logits = model(inputs[mine].to(device))
-        losses = F.cross_entropy(
-            logits.flatten(0, 1).float(), targets[mine].to(device).flatten(), reduction="sum"
-        )
-        if (
-            len(inputs) > world.rank
-        ):  # else there is no window left for us, and we only keep the others company
-            total += float(losses.double())
-        count += number
-    model.train(was_training)
+    with mode(model, training=False):
+        for inputs, targets, number in windows(tokens, model.config.context, batch_size):
+            mine = slice(world.rank, None, world.size) if len(inputs) > world.rank else slice(0, 1)
+            with autocast():
+                logits = model(inputs[mine].to(device))
+            losses = F.cross_entropy(
+                logits.flatten(0, 1).float(), targets[mine].to(device).flatten(), reduction="sum"
+            )
+            if len(inputs) > world.rank:  # else no window is left for us, and we keep the others company
+                total += float(losses.double())
+            count += number
     return float(world.sum(torch.tensor(total, dtype=torch.float64))) / count
 
 

@@ -55,13 +55,14 @@ FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 @contextmanager
 def mode(module: nn.Module, *, training: bool) -> Iterator[None]:
-    """`module.train(training)` for a while."""
-    before = module.training
+    """`module.train(training)` for a while; then every part has its own mode again."""
+    before = [(part, part.training) for part in module.modules()]
     module.train(training)
     try:
         yield
     finally:
-        module.train(before)
+        for part, was_training in before:
+            part.training = was_training
 
 
 class RoutingStats(NamedTuple):

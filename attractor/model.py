@@ -217,5 +217,10 @@ class GPT(nn.Module):
             raise ValueError(f"{folder / 'model.safetensors'} is damaged: {error}") from error
         with torch.device("meta"):
             model = cls(config, backend=backend)
-        model.load_state_dict(state, assign=True)
+        try:
+            model.load_state_dict(state, assign=True)
+        except RuntimeError as error:
+            raise ValueError(f"{folder / 'model.safetensors'} does not fit config.json: {error}") from error
+        if not all(p.is_floating_point() for p in model.parameters()):
+            raise ValueError(f"{folder / 'model.safetensors'} holds weights that are not floating point")
         return model

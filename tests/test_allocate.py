@@ -6,7 +6,7 @@ import pytest
 import torch
 from test_layer import build
 
-from attractor.continual.allocate import Allocator, Seen
+from attractor.continual.allocate import Allocator
 from attractor.continual.config import AllocationConfig, GateConfig, UpdateConfig
 from attractor.continual.gates import WARM_UP, Surprise, admit
 from attractor.continual.update import LocalUpdate
@@ -20,13 +20,14 @@ def scene(mode="grow", novelty=100.0, count=40, layer=None, **config):
     allocator = Allocator({0: layer}, settings)
     update = LocalUpdate({0: layer}, UpdateConfig(train=("decoders", "gates", "prototypes")))
     torch.manual_seed(3)
-    return layer, allocator, update, look(layer, torch.randn(count, layer.dim))
+    return layer, allocator, update, look(allocator, torch.randn(count, layer.dim))
 
 
-def look(layer, inputs):
+def look(allocator, inputs, indices=None, confidence=None):
     with torch.no_grad():
-        _, stats = layer(inputs, return_stats=True)
-    return Seen(inputs, stats.indices, stats.confidence)
+        _, stats = allocator.layers[0](inputs, return_stats=True)
+    confidence = stats.confidence if confidence is None else torch.full_like(stats.confidence, confidence)
+    return allocator.outlook(0, inputs, stats.indices if indices is None else indices, confidence)
 
 
 def allocate(allocator, update, seen, token, undo=None):
@@ -82,26 +83,36 @@ def test_replacement_takes_the_least_used():
     assert not update.state["0.decoder.mean"][3].any()
     assert update.state["0.decoder.steps"].tolist() == [3, 3, 3, 0, 3, 3, 3, 3]
     # it is neither the least used now, nor may it be recycled before it has rested
-    later = look(layer, seen.inputs)
+    later = look(allocator, seen.inputs)
     assert allocate(allocator, update, later, token=50) is None
     assert allocate(allocator, update, later, token=120).patch != 3
 
 
 def test_only_after_a_window_of_low_confidence():
     layer, allocator, update, seen = scene(window=100)
-    confident = Seen(seen.inputs, seen.indices, torch.full_like(seen.confidence, 1e3))
-    for token, what, expected in (
-        (0, seen, False), (40, seen, False), (80, confident, False), (120, seen, False), (160, seen, False),
-        (200, seen, True), (240, seen, False), (290, seen, False), (310, seen, True),
+    for token, confidence, expected in (
+        (0, 1.0, False), (40, 1.0, False), (80, 1e3, False), (120, 1.0, False), (160, 1.0, False),
+        (200, 1.0, True), (240, 1.0, False), (290, 1.0, False), (310, 1.0, True),
     ):  # fmt: skip
-        now = look(layer, what.inputs)._replace(confidence=what.confidence)
+        now = look(allocator, seen.inputs, confidence=confidence)
         assert (allocate(allocator, update, now, token) is not None) == expected, token
+    assert layer.num_patches == 10
+
+
+def test_outlooks_add_up():
+    _, allocator, _, seen = scene(novelty=3.0)
+    parts = [look(allocator, piece) for piece in seen.inputs.split([7, 20, 13])]
+    total = parts[0] + parts[1] + parts[2]
+    assert total.tokens == seen.tokens == 40
+    assert total.confidence == pytest.approx(seen.confidence)
+    for name in ("far", "busy", "inputs"):
+        assert torch.allclose(getattr(total, name), getattr(seen, name), atol=1e-5), name
 
 
 def test_growth_ends():
     _, allocator, update, seen = scene(most_patches=9, cooldown=1)
     layer = allocator.layers[0]
-    events = [allocate(allocator, update, look(layer, seen.inputs), token) for token in range(0, 400, 40)]
+    events = [allocate(allocator, update, look(allocator, seen.inputs), token) for token in range(0, 400, 40)]
     assert sum(event is not None for event in events) == 1
     assert layer.num_patches == 9
 
@@ -110,7 +121,7 @@ def test_a_target_usage_can_be_kept():
     """Recycle a patch that nobody uses, next to the busiest one, though everything is familiar."""
     _, allocator, update, seen = scene(mode="replace", novelty=-1e9, min_share=0.5, usage_horizon=10)
     allocator.habits[0] = allocator.with_usage(0, torch.tensor([30, 9, 9, 9, 9, 0, 9, 9]), tokens=100)
-    busiest = Seen(seen.inputs, torch.zeros_like(seen.indices), seen.confidence)
+    busiest = look(allocator, seen.inputs, indices=torch.zeros(40, 2, dtype=torch.int64))
     event = allocate(allocator, update, busiest, token=0)
     assert (event.reason, event.patch) == ("idle", 5)
     assert event.selected_by > 0

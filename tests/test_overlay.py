@@ -91,7 +91,6 @@ def test_size_is_what_was_touched():
     patches = sum(told["patches"].values())
     assert patches < 24
     assert told["bytes"] <= patches * (row + 3 * 8)
-    assert sum(learner.sources["web"].learner.observe(stream(1)).patches.values()) == 0
 
 
 @every_kind
@@ -190,7 +189,9 @@ def test_damage_is_refused(tmp_path):
         save_file(wrong, file, metadata={"base": learner.base_hash})
         with pytest.raises(ValueError, match="no overlay that can be read"):
             Overlay.load(tmp_path / "web")
-    save_file(tensors | {first: tensors[first][:, :1]}, file, metadata={"base": learner.base_hash})
+    save_file(
+        tensors | {first: tensors[first][:, :1].contiguous()}, file, metadata={"base": learner.base_hash}
+    )
     before = weights(learner.sources["web"].branch.model)
     with pytest.raises(ValueError, match="do not fit; nothing was changed"):
         learner.import_overlay(tmp_path / "web", "other")

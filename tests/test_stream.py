@@ -8,6 +8,7 @@ from test_learner import assert_same, learner_of, state_of, stream
 from attractor import cli
 from attractor.continual.learner import OnlineLearner
 from attractor.continual.stream import adapt
+from attractor.continual.update import NotFiniteUpdate
 
 
 def run(*arguments):
@@ -26,7 +27,8 @@ def test_adapt(tmp_path):
     texts = {"first": stream(100), "second": stream(70, seed=1)}
     summary = adapt(learner, texts, tmp_path, canary=stream(50, seed=2), every=40, report=records.append)
     assert log_of(tmp_path) == records
-    assert [record["tokens"] for record in records] == [40, 80, 100, 140, 170]
+    assert [record["tokens"] for record in records] == [48, 96, 100, 148, 170]  # in multiples of the budget
+    assert sum(record["updates"] for record in records) == learner.totals.updates
     assert [record["source"] for record in records] == ["first"] * 3 + ["second"] * 2
     assert records[-1]["canary"] != summary["canary_before"]
     assert summary["losses"].keys() == {"first", "second"}
@@ -55,8 +57,32 @@ def test_stopped_and_resumed_is_the_same(tmp_path):
     assert log_of(tmp_path / "part") == log_of(tmp_path / "whole")
     assert_same(state_of(loaded), state_of(whole))
     again = OnlineLearner.load(tmp_path / "part" / "learner")
-    with pytest.raises(ValueError, match="other texts"):
-        adapt(again, {"third": stream(9)}, tmp_path / "part")
+    for wrong in ({"third": stream(9)}, {"second": texts["second"], "first": texts["first"]},
+                  {**texts, "first": stream(100, seed=5)}):  # fmt: skip
+        with pytest.raises(ValueError, match="other texts"):
+            adapt(again, wrong, tmp_path / "part", canary=stream(50, seed=2))
+    with pytest.raises(ValueError, match="another canary"):
+        adapt(again, texts, tmp_path / "part")
+
+
+def test_a_failure_keeps_what_was_learned(tmp_path, monkeypatch):
+    learner = learner_of(budget=8)
+    original, calls = learner._score, []
+
+    def failing(*arguments):
+        calls.append(1)
+        if len(calls) == 8:
+            raise NotFiniteUpdate("injected")
+        return original(*arguments)
+
+    monkeypatch.setattr(learner, "_score", failing)
+    with pytest.raises(NotFiniteUpdate):
+        adapt(learner, {"first": stream(100)}, tmp_path, every=16)
+    loaded = OnlineLearner.load(tmp_path)
+    assert loaded.totals.tokens == 56
+    adapt(loaded, {"first": stream(100)}, tmp_path, every=16)
+    assert loaded.totals.tokens == 100
+    assert loaded.totals.scored == 99
 
 
 @pytest.fixture
@@ -83,6 +109,8 @@ def test_commands(run_folder, capsys):
     assert summary["config"]["gates"]["max_surprise"] == 3
     assert run("adapt", "run", *options) == 1
     assert "--resume goes on" in capsys.readouterr().err
+    assert run("adapt", "run", *options, "--resume", "--budget", 5) == 1
+    assert "settings of its own" in capsys.readouterr().err
     assert run("sample", "run-adapted/learner", "--max-tokens", 5) == 0
     # on from an adaptation, with its own settings
     assert run("adapt", "run-adapted/learner", "--data", "a.txt", "--out", "more", "--canary", "b.txt") == 0
@@ -104,6 +132,8 @@ def test_commands(run_folder, capsys):
         (["adapt", "run", "--data", "b.txt", "--budget", "0"], "budget=0 must be a positive integer"),
         (["adapt", "run", "--data", "b.txt", "--update.train", "attention"], "unknown roles"),
         (["adapt", "run", "--data", "b.txt", "--resume"], "holds neither a saved model"),
+        (["adapt", "run", "--data", "b.txt", "--max-tokens", "0"], "max_tokens=0 must be"),
+        (["adapt", "run", "--data", "b.txt", "b.txt"], "each once"),
         (["monitor", "run", "--data", "b.txt", "a.txt", "b.txt"], "3 texts"),
     ],
 )
@@ -120,3 +150,8 @@ def test_dense_models_are_told_apart(run_folder, capsys):
     GPT(GPTConfig(vocab_size=5, context=8, num_layers=1, num_heads=1, dim=8)).save_pretrained("dense")
     assert run("adapt", "dense", "--data", "b.txt", "--device", "cpu") == 1
     assert "no APN layers" in capsys.readouterr().err
+
+
+def test_short_texts_and_the_folder_itself(run_folder, capsys):
+    assert run("adapt", "run", "--data", "b.txt", "--max-tokens", 1, "--device", "cpu") == 0
+    assert run("sample", "run-adapted", "--max-tokens", 3) == 0

@@ -1,11 +1,16 @@
 """Table 2 on models small enough to run in seconds, and what its text says."""
 
+import copy
 import dataclasses
 import json
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
+import torch
 
 from attractor import presets
+from attractor.checkpoint import find_model
 from attractor.data import prepare
 from attractor.experiments import health, table2
 from attractor.experiments.table2 import ROWS, Recipe, retention_at, verdict
@@ -59,7 +64,25 @@ def test_every_row(small):
     # a second run finds everything done, and says the same
     again = table2.run("smoke", dataset, folder / "run", folder / "again.json", **options)
     assert again["protocols"] == result["protocols"]
-    # another text is another experiment
+    # each row changed what its name says, and nothing else
+    ours = GPT.from_pretrained(find_model(folder / "run" / "apn"))
+    for name, part in (
+        ("APN, decoders only", "decoder"),
+        ("APN, strictly local", "ffn"),
+        ("APN, paper rule", "ffn"),
+    ):
+        model = copy.deepcopy(ours)
+        before = {key: value.clone() for key, value in model.state_dict().items()}
+        method, _ = ROWS[name].make(model, 1e-2, nullcontext, "auto")
+        x = torch.randint(0, 5, (2, 8))
+        method.step(x, x)
+        changed = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
+        assert changed
+        assert all(part in key for key in changed), name
+    # another text under the same name is another experiment
+    Path(other).write_text("not not not that that question\n" * 60)
+    renewed = table2.run("smoke", dataset, folder / "run", folder / "d.json", **options)
+    assert renewed["protocols"]["paper"]["rows"] != result["protocols"]["paper"]["rows"]
     moved = table2.run(
         "smoke", dataset, folder / "run", folder / "c.json", rows=("dense, FFN only",),
         **{**options, "domain_b": str(folder / "a.txt")},

@@ -101,8 +101,11 @@ def test_caps(max_change, max_decoder, rule):
     update = LocalUpdate({0: layer}, config)
     random_gradients(layer, 3)
     taught = torch.tensor([0, 2])
+    start = copy.deepcopy(layer)
     largest = update.step({0: taught})[0]
-    assert largest <= max_change * (1 + 1e-5)
+    moved = [(a - b)[taught].flatten(1) for a, b in zip(layer.parameters(), start.parameters(), strict=True)
+             if a.shape[0] == layer.num_patches]  # fmt: skip
+    assert largest == pytest.approx(float(torch.cat(moved, 1).detach().norm(dim=1).max()), rel=1e-4, abs=1e-6)
     assert (layer.decoder[taught].flatten(1).norm(dim=1) <= max_decoder * (1 + 1e-5)).all()
     changes = [
         (new - old)[taught].flatten(1)
@@ -189,7 +192,12 @@ def test_mistakes():
         update.step({0: torch.tensor([layer.num_patches])})
     with pytest.raises(ValueError, match="unknown layers"):
         update.step({7: torch.tensor([0])})
+    with pytest.raises(ValueError, match="has no patches"):
+        LocalUpdate({0: layer}, UpdateConfig(train=("encoder",), max_change=1.0))
     for wrong in (
+        {"train": "decoders"},
+        {"train": ("gates",), "max_decoder": 1.0},
+        {"train": ("gates",), "weight_decay": 0.1},
         {"max_change": 0.0},
         {"learning_rate": -1.0},
         {"train": ()},
@@ -198,3 +206,36 @@ def test_mistakes():
         with pytest.raises(ValueError):
             UpdateConfig(**wrong)
     assert UpdateConfig.from_json(UpdateConfig(train=("gates",)).to_json()) == UpdateConfig(train=("gates",))
+
+
+def test_float64_is_not_rounded():
+    layer = build().double()
+    update = LocalUpdate({0: layer}, UpdateConfig(rule="sgd", learning_rate=1e-30))
+    random_gradients(layer, 0)
+    before = copy.deepcopy(layer)
+    update.step({0: torch.arange(layer.num_patches)})
+    assert all(torch.equal(a, b) for a, b in zip(layer.parameters(), before.parameters(), strict=True))
+
+
+def test_follow_is_all_or_nothing(monkeypatch):
+    """Memory runs out in the middle of resizing the optimizer's state."""
+    layer = build()
+    update = LocalUpdate({0: layer}, UpdateConfig(train=EVERYTHING_BY_PATCH))
+    before = dict(update.state)
+    original, calls, undo = torch.Tensor.new_zeros, [], []
+
+    def failing(*arguments, **options):
+        calls.append(1)
+        if len(calls) == 5:
+            raise MemoryError
+        return original(*arguments, **options)
+
+    layer.resize(layer.num_patches + 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_zeros", failing)
+        with pytest.raises(MemoryError):
+            update.follow(0, undo)
+    for take_back in reversed(undo):
+        take_back()
+    assert update.state.keys() == before.keys()
+    assert all(update.state[key] is value for key, value in before.items())

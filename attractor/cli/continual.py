@@ -49,11 +49,15 @@ class Adapt:
     """cpu, cuda, cuda:1, ... (default: the GPU if there is one)."""
 
     def run(self) -> int:
-        out = self.out or self.run_folder.with_name(self.run_folder.name + "-adapted")
-        for name in ("every", "canary_tokens"):
+        run = self.run_folder.resolve()
+        out = self.out or run.with_name(run.name + "-adapted")
+        for name in ("every", "canary_tokens", *(["max_tokens"] if self.max_tokens is not None else [])):
             check_size(name, getattr(self, name))
+        _check_different(self.data)
         if self.resume:
             learner = OnlineLearner.load(out / "learner", device=distributed.parse_device(self.device))
+            if self.learn not in (LearnConfig(), learner.config):
+                raise ValueError(f"{out} learns with settings of its own; leave yours out to go on")
         elif (out / "learner").exists():
             raise ValueError(f"{out} holds an adaptation already; --resume goes on, --out starts another")
         else:
@@ -65,7 +69,7 @@ class Adapt:
             learner.notes = {}
         if learner.tokenizer is None:
             raise ValueError(f"{self.run_folder} holds no tokenizer.json: its tokens are not known")
-        texts = {name: _tokens(name, learner.tokenizer)[: self.max_tokens] for name in self.data}
+        texts = {name: _tokens(name, learner.tokenizer, self.max_tokens) for name in self.data}
         canary = self._canary(learner.tokenizer)
         with stop_on_signal() as stopped, _bar(sum(map(len, texts.values()))) as report:
             summary = adapt(learner, texts, out, canary=canary, every=self.every, stop=stopped, report=report)
@@ -108,6 +112,8 @@ class Monitor:
         check_size("max_tokens", self.max_tokens)
         if len(self.data) > 2:
             raise ValueError(f"{len(self.data)} texts: one to look at, or two to compare")
+        if self.data:
+            _check_different(self.data)
         folder = find_model(self.run_folder)
         model = GPT.from_pretrained(folder, device=distributed.parse_device(self.device))
         texts: dict[str, np.ndarray] = {}
@@ -120,7 +126,7 @@ class Monitor:
             raise ValueError(f"{folder} does not tell its text; name one with --data")
         values = health.measure(model, {name: text[: self.max_tokens] for name, text in texts.items()})
         print(health.table(values))
-        picture = self.plot or self.run_folder / "monitor.png"
+        picture = self.plot or self.run_folder.resolve() / "monitor.png"
         health.plot(values, picture)
         print(f"picture: {picture}")
         if self.json is not None:
@@ -130,14 +136,19 @@ class Monitor:
             )
 
 
-def _tokens(source: str, tokenizer: Tokenizer) -> np.ndarray:
+def _check_different(names: tuple[str, ...]) -> None:
+    if not names or len(set(names)) < len(names):
+        raise ValueError(f"--data {' '.join(names)}: give one text or more, each once")
+
+
+def _tokens(source: str, tokenizer: Tokenizer, most: int | None = None) -> np.ndarray:
     """The text in a vocabulary that may not know all of its characters; those are left out, and told."""
     tokens, dropped = tokenizer.encode_known(read_text(source))
     if dropped:
         print(f"{source}: left out {describe(dropped)}, which the model does not know", file=sys.stderr)
     if len(tokens) < 2:
         raise ValueError(f"{source!r} holds nothing the model knows")
-    return tokens
+    return tokens[:most]
 
 
 def _told(summary: dict[str, Any]) -> str:
@@ -173,7 +184,8 @@ class _bar:
     def show(self, record: dict[str, Any]) -> None:
         self.bar.n = record["tokens"]
         held = sum(record["held_back"].values())
-        parts = [f"{record['source']} loss {record['loss']:.3f}"]
+        loss = "-" if record["loss"] is None else f"{record['loss']:.3f}"  # a text's first token has none
+        parts = [f"{record['source']} loss {loss}"]
         parts += [] if record["canary"] is None else [f"canary {record['canary']:.3f}"]
         parts += [f"entropy {record['usage_entropy']:.2f}"] + ([f"held back {held:,}"] if held else [])
         self.bar.set_postfix_str(", ".join(parts), refresh=False)

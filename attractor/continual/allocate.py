@@ -44,12 +44,25 @@ class Habits:
     allocated: int = 0  # when the layer last got a patch
 
 
-class Seen(NamedTuple):
-    """Tokens one layer has just routed."""
+SAMPLE = 1024
+"""Tokens that are kept to tell what an allocation changed."""
 
-    inputs: Tensor  # (n, d)
-    indices: Tensor  # (n, k)
-    confidence: Tensor  # (n)
+
+@dataclass(frozen=True, eq=False)
+class Outlook:
+    """What a layer's router made of some tokens: sums, so that outlooks add up, and the last tokens."""
+
+    tokens: int
+    confidence: float  # summed
+    far: Tensor  # summed directions of the tokens below the threshold
+    busy: Tensor  # and of those whose first choice is the busiest patch
+    inputs: Tensor  # (SAMPLE or fewer, d)
+
+    def __add__(self, other: "Outlook") -> "Outlook":
+        return Outlook(
+            self.tokens + other.tokens, self.confidence + other.confidence, self.far + other.far,
+            self.busy + other.busy, torch.cat([self.inputs, other.inputs])[-SAMPLE:],
+        )  # fmt: skip
 
 
 class Allocator:
@@ -78,26 +91,38 @@ class Allocator:
         return replace(habits, usage=torch.lerp(habits.usage, now, share))
 
     @torch.no_grad()
+    def outlook(self, number: Any, inputs: Tensor, indices: Tensor, confidence: Tensor) -> Outlook:
+        """Of tokens (n, d), their active sets (n, k) and confidences (n)."""
+        routed = ~confidence.isnan()
+        inputs, indices, confidence = inputs[routed], indices[routed], confidence[routed]
+        directions = self.layers[number].represent(inputs)
+        busiest = self.habits[number].usage.argmax()
+        return Outlook(
+            len(inputs), float(confidence.double().sum()),
+            directions[confidence < self.config.novelty].sum(0), directions[indices[:, 0] == busiest].sum(0),
+            inputs[-SAMPLE:],
+        )  # fmt: skip
+
+    @torch.no_grad()
     def allocate(
-        self, number: Any, habits: Habits, seen: Seen, token: int, update: LocalUpdate, undo: Undo
+        self, number: Any, habits: Habits, seen: Outlook, token: int, update: LocalUpdate, undo: Undo
     ) -> tuple[Habits, Allocation | None]:
         """Give the layer a patch if it is time; `undo` takes it back. Returns what its habits become."""
         config, layer = self.config, self.layers[number]
-        confidence = float(seen.confidence.nanmean())
-        unfamiliar = habits.unfamiliar + len(seen.confidence) if confidence < config.novelty else 0
+        confidence = seen.confidence / max(1, seen.tokens)
+        unfamiliar = habits.unfamiliar + seen.tokens if confidence < config.novelty else 0
         habits = replace(habits, unfamiliar=unfamiliar)
         if config.mode == "off" or token - habits.allocated < config.cooldown:
             return habits, None
         rested = token - habits.born >= config.cooldown
         idlest = int(habits.usage.masked_fill(~rested, torch.inf).argmin())
         if unfamiliar >= config.window:
-            reason, far = "novelty", seen.confidence < config.novelty
+            reason, direction = "novelty", seen.far
         elif config.min_share is not None and habits.usage[idlest] < config.min_share / layer.num_patches:
-            reason, far = "idle", seen.indices[:, 0] == habits.usage.argmax()
+            reason, direction = "idle", seen.busy
         else:
             return habits, None
         full = layer.num_patches >= self.most[number] if config.mode == "grow" else not rested.any()
-        direction = ops.unit(layer.represent(seen.inputs[far]).mean(0, keepdim=True))
         if full or not direction.isfinite().all() or not direction.any():
             return habits, None
 
@@ -115,7 +140,7 @@ class Allocator:
             reset_patch(layer, patch, undo)
             update.forget(number, patch, undo)
         row = torch.tensor([patch], device=usage.device)
-        write_rows(layer.prototypes, row, length * direction, undo)
+        write_rows(layer.prototypes, row, length * ops.unit(direction[None]), undo)
         others = float((usage.sum() - usage[patch]) / (len(usage) - 1))
         usage = usage.index_fill(0, row, others)  # neither idle nor busy before it had a chance
         habits = Habits(usage / usage.sum(), born.index_fill(0, row, token), 0, token)

@@ -25,11 +25,13 @@ class UpdateConfig(JSONConfig):
     weight_decay: float = 0.0
     """On the decoders of patches that learn in a step, and only then."""
     max_change: float | None = None
-    """kappa: the most that one step may change a patch, as the length over all of its trained parameters."""
+    """kappa: the most that the update of one step may move a patch, over all of its trained parameters."""
     max_decoder: float | None = None
-    """The largest Frobenius norm of a decoder after it learned; a larger one is scaled down to it."""
+    """The largest Frobenius norm of a decoder after it learned; a larger one is scaled down, at once."""
 
     def __post_init__(self) -> None:
+        if isinstance(self.train, str):
+            raise ValueError(f"train={self.train!r} must be a sequence of roles, such as ({self.train!r},)")
         object.__setattr__(self, "train", tuple(self.train))  # JSON knows only lists
         if not self.train:
             raise ValueError("train=() names no role: nothing would learn")
@@ -41,6 +43,9 @@ class UpdateConfig(JSONConfig):
         for name in ("max_change", "max_decoder"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), "a positive number", lambda most: most > 0)
+        for name in ("max_decoder", "weight_decay"):
+            if getattr(self, name) and "decoders" not in self.train:
+                raise ValueError(f"{name}={getattr(self, name)} acts on decoders, and train={self.train}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,13 +116,13 @@ class LearnConfig(JSONConfig):
     gates: GateConfig = field(default_factory=GateConfig)
     allocation: AllocationConfig = field(default_factory=AllocationConfig)
     budget: int = 1024
-    """B: learn once in so many tokens of the stream."""
+    """B: learn once in so many tokens of the stream, and when the source changes or the learner is saved."""
     max_patches: int | None = None
     """Of the patches a step could teach, only so many learn: those used here more than usual."""
     prototype_rate: float = 0.0
     """Moving average of the prototypes that are taught, towards the tokens that chose them; 0 is off."""
     scale_factor: float = 1.0
-    """Factor on the scale (gamma) of every APN layer while this learner holds the model."""
+    """Factor on the scale (gamma) of every APN layer while the learner holds the model; not saved in it."""
     dropout: bool = False
     """Keep the model's dropout on while learning."""
     max_observation: int = 16_777_216
@@ -132,6 +137,11 @@ class LearnConfig(JSONConfig):
         check_number("scale_factor", self.scale_factor)
         if not isinstance(self.dropout, bool):
             raise ValueError(f"dropout={self.dropout!r} must be True or False")
+        if self.allocation.mode != "off" and "decoders" not in self.update.train:
+            raise ValueError(
+                f"allocation.mode={self.allocation.mode!r} gives patches with zero decoders, and "
+                f"update.train={self.update.train} would never train them"
+            )
         if self.prototype_rate and "prototypes" in self.update.train:
             raise ValueError(
                 f"prototype_rate={self.prototype_rate} moves prototypes, which update.train="

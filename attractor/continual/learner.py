@@ -16,7 +16,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 import numpy as np
 import torch
@@ -25,9 +25,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from attractor import monitor
+from attractor import monitor, ops
 from attractor.checkpoint import find_model, write_folder
-from attractor.continual.allocate import Allocator, Habits, Seen
+from attractor.config import PrecisionName, check_choice
+from attractor.continual.allocate import Allocator, Habits
+from attractor.continual.baselines.baseline import check_batch
 from attractor.continual.config import LearnConfig
 from attractor.continual.gates import Surprise, admit
 from attractor.continual.lesson import Lesson, Observation, Totals, contiguous_windows
@@ -37,9 +39,11 @@ from attractor.continual.update import (
     Undo,
     all_or_nothing,
     most_specific,
+    precise,
     taught_patches,
     write_rows,
 )
+from attractor.data import IGNORED
 from attractor.evaluate import autocast, evaluate, perplexity, routing
 from attractor.generate import generate
 from attractor.layer import APN, RoutingStats, mode
@@ -67,6 +71,7 @@ class OnlineLearner:
     ) -> None:
         """`others` are parameters outside of APN layers that learn too: not local, and not saved here."""
         self.model, self.tokenizer, self.config = model, tokenizer, config or LearnConfig()
+        check_choice("precision", precision, get_args(PrecisionName))
         self.precision = precision
         layers: dict[Any, APN] = dict(model.apn_layers())
         if not layers:
@@ -74,6 +79,7 @@ class OnlineLearner:
         self.update = LocalUpdate(layers, self.config.update, others)
         self.allocator = Allocator(layers, self.config.allocation)
         self.layers = layers
+        self._found = {parameter: parameter.requires_grad for parameter in model.parameters()}
         model.requires_grad_(False)
         for _, _, parameter in self.update.parameters():
             parameter.requires_grad_(True)
@@ -93,6 +99,14 @@ class OnlineLearner:
     def _autocast(self) -> AbstractContextManager:
         return autocast(self.device, self.precision)
 
+    def release(self) -> GPT:
+        """The model, with every `requires_grad` as it was found and without our scale factor."""
+        for parameter, flag in self._found.items():
+            parameter.requires_grad_(flag)
+        for layer in self.layers.values():
+            layer.set_scale_factor(1.0)
+        return self.model
+
     # --- learning
 
     def observe(self, text: Text, source: str | None = None) -> Observation:
@@ -104,15 +118,14 @@ class OnlineLearner:
         tokens = self._tokens(text)
         done = Observation(source=source)
         try:
+            history = self.history
             if source != self.source and self.totals.tokens:
-                done = done.then(self.flush())
-                self.history = self.history[:0]
-            self.source = source
+                done, history = done.then(self.flush()), history[:0]
             most = max(1, TOKENS_PER_PASS // self.model.config.context) * self.model.config.context
             while len(tokens):
                 piece = min(len(tokens), self.config.budget - self.lesson.tokens, most)
-                done = done.then(self._observe_piece(tokens[:piece], source))
-                tokens = tokens[piece:]
+                done = done.then(self._observe_piece(tokens[:piece], history, source))
+                tokens, history = tokens[piece:], self.history
         except Exception as error:
             error.observed = done  # type: ignore[attr-defined]
             raise
@@ -123,61 +136,66 @@ class OnlineLearner:
         if not self.lesson.tokens:
             return Observation(source=self.source)
         with all_or_nothing() as undo:
-            seen, habits = self._learn(self.lesson, {}, undo)
-        self._commit(seen, Lesson(), self.history, self.totals.surprise, habits)
+            seen, habits = self._learn(self.lesson, self.totals.tokens, undo)
+        self._commit(seen, Lesson(), self.totals.surprise, habits)
         return seen
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
-        """Learn from one batch (B, T), whatever the budget; returns its loss before. For training loops."""
+        """Learn from one batch (B, T), whatever the budget; returns its loss before. For training loops.
+
+        Tokens that wait for an update are learned from first. Targets may be data.IGNORED.
+        """
+        inputs, targets = check_batch(self.model, (inputs, targets))
+        if not (targets != IGNORED).any():
+            raise ValueError("every target is ignored; there is nothing to learn from")
+        self.flush()
         with all_or_nothing() as undo:
-            lesson, seen, surprise, routed = self._score(inputs, targets, torch.ones_like(targets).bool())
-            result, habits = self._learn(lesson, routed, undo)
+            lesson, seen, surprise = self._score(inputs, targets, targets != IGNORED)
+            result, habits = self._learn(lesson, self.totals.tokens + inputs.numel(), undo)
         seen = dataclasses.replace(seen, tokens=inputs.numel()).then(result)
-        self._commit(seen, self.lesson, self.history, surprise, habits)
+        self._commit(seen, Lesson(), surprise, habits)
         return seen.loss
 
     def set_background(self, text: Text) -> None:
         """What usual usage is, for `max_patches` and for recycling: the usage on this text."""
-        tokens = self._tokens(text)
         habits = {}
-        for number, indices in self._routing(tokens).items():
-            usage = monitor.usage(indices, self.layers[number].num_patches)
-            habits[number] = dataclasses.replace(self.allocator.habits[number], usage=usage)
+        for number, indices in self._routing(self._tokens(text)).items():
+            known = self.allocator.habits[number]
+            usage = monitor.usage(indices, self.layers[number].num_patches).to(known.usage)
+            habits[number] = dataclasses.replace(known, usage=usage)
         self.allocator.habits = self.allocator.habits | habits
 
-    def _observe_piece(self, tokens: np.ndarray, source: str | None) -> Observation:
+    def _observe_piece(self, tokens: np.ndarray, history: np.ndarray, source: str | None) -> Observation:
         """All or nothing: nothing of ours changes before everything has succeeded."""
         context = self.model.config.context
-        batch = contiguous_windows(self.history, tokens, context)
-        history = np.concatenate([self.history, tokens])[-context:]
+        batch = contiguous_windows(history, tokens, context)
         lesson, seen, surprise = Lesson(), Observation(), self.totals.surprise
-        routed: dict[Any, Seen] = {}
         with all_or_nothing() as undo:
             if batch is not None:
-                lesson, seen, surprise, routed = self._score(*batch)
+                lesson, seen, surprise = self._score(*batch)
             lesson = self.lesson.plus(dataclasses.replace(lesson, tokens=len(tokens)))
             seen = dataclasses.replace(seen, tokens=len(tokens), source=source)
             habits: dict[Any, Habits] = {}
             if lesson.tokens >= self.config.budget:
-                learned, habits = self._learn(lesson, routed, undo)
+                learned, habits = self._learn(lesson, self.totals.tokens + len(tokens), undo)
                 seen, lesson = seen.then(learned), Lesson()
             elif not all(gradient.isfinite().all() for gradient in lesson.gradients.values()):
                 raise NotFiniteUpdate("a gradient of this text is not finite; nothing was changed")
         seen = dataclasses.replace(seen, pending=lesson.tokens, source=source)
-        self._commit(seen, lesson, history, surprise, habits)
+        self._commit(seen, lesson, surprise, habits)
+        self.source, self.history = source, np.concatenate([history, tokens])[-context:]
         return seen
 
     def _commit(
-        self, seen: Observation, lesson: Lesson, history: np.ndarray, surprise: Surprise,
-        habits: dict[Any, Habits],
-    ) -> None:  # fmt: skip
+        self, seen: Observation, lesson: Lesson, surprise: Surprise, habits: dict[Any, Habits]
+    ) -> None:
         self.totals = self.totals.after(seen, surprise)
-        self.lesson, self.history = lesson, history
+        self.lesson = lesson
         self.allocator.habits = self.allocator.habits | habits
 
     def _score(
         self, inputs: Tensor, targets: Tensor, counted: Tensor
-    ) -> tuple[Lesson, Observation, Surprise, dict[Any, Seen]]:
+    ) -> tuple[Lesson, Observation, Surprise]:
         """Losses, gates and gradients of the `counted` tokens. Changes nothing."""
         inputs, targets, counted = (x.to(self.device) for x in (inputs, targets, counted))
         keep_inputs = self.config.allocation.mode != "off" or self.config.prototype_rate > 0
@@ -189,8 +207,10 @@ class OnlineLearner:
             with self._autocast():
                 logits, stats = self.model(inputs, return_stats=True)
             stats = {number: stats[number] for number in self.layers}
-            flat = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction="none")
-            losses = flat.view_as(targets)
+            logits = precise(logits)
+            losses = F.cross_entropy(
+                logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORED
+            ).view_as(targets)
             plain = losses.detach()[counted]
             if not plain.isfinite().all():
                 raise NotFiniteUpdate("the loss of this text is not finite; nothing was changed")
@@ -206,19 +226,24 @@ class OnlineLearner:
                     key: torch.zeros_like(p) if gradient is None else gradient
                     for (key, p), gradient in zip(names, found, strict=True)
                 }
-        lesson = Lesson(
-            inputs.numel(), taught, gradients, *self._usage(stats, counted, admission.admitted),
-            *(self._pulls(stats, captured, admission.admitted) if self.config.prototype_rate else ()),
-        )  # fmt: skip
-        routed = {
-            number: Seen(x[counted], stats[number].indices[counted], stats[number].confidence[counted])
-            for number, x in captured.items()
-        }
+        chosen, counts = self._usage(stats, counted, admission.admitted)
+        lesson = Lesson(inputs.numel(), taught, gradients, chosen, counts)
+        if self.config.prototype_rate:
+            toward, amount = self._pulls(stats, captured, admission.admitted)
+            lesson = dataclasses.replace(lesson, toward=toward, amount=amount)
+        if self.config.allocation.mode != "off":
+            outlook = {
+                number: self.allocator.outlook(
+                    number, x[counted], stats[number].indices[counted], stats[number].confidence[counted]
+                )
+                for number, x in captured.items()
+            }
+            lesson = dataclasses.replace(lesson, outlook=outlook)
         seen = Observation(
             loss_sum=float(plain.double().sum()), scored=plain.numel(), taught=taught,
             held_back=admission.held_back,
         )  # fmt: skip
-        return lesson, seen, self.totals.surprise.after(plain), routed
+        return lesson, seen, self.totals.surprise.after(plain)
 
     def _usage(
         self, stats: Mapping[Any, RoutingStats], counted: Tensor, admitted: Tensor
@@ -251,9 +276,7 @@ class OnlineLearner:
             towards[number], amounts[number] = toward, amount
         return towards, amounts
 
-    def _learn(
-        self, lesson: Lesson, routed: Mapping[Any, Seen], undo: Undo
-    ) -> tuple[Observation, dict[Any, Habits]]:
+    def _learn(self, lesson: Lesson, token: int, undo: Undo) -> tuple[Observation, dict[Any, Habits]]:
         """One update from a lesson. What it changes is taken back by `undo`; counters are the caller's."""
         habits = {n: self.allocator.with_usage(n, lesson.counts[n], lesson.tokens) for n in lesson.counts}
         taught: dict[Any, Tensor] = {}
@@ -271,12 +294,11 @@ class OnlineLearner:
                 for number, patches in taught.items():
                     self._move_prototypes(number, patches, lesson, undo)
         events = []
-        for number, seen in routed.items():
-            if self.config.allocation.mode != "off":
-                habits[number], event = self.allocator.allocate(
-                    number, habits[number], seen, self.totals.tokens, self.update, undo
-                )
-                events += [event] if event is not None else []
+        for number, outlook in lesson.outlook.items():
+            habits[number], event = self.allocator.allocate(
+                number, habits[number], outlook, token, self.update, undo
+            )
+            events += [event] if event is not None else []
         return Observation(
             updates=int(lesson.taught > 0), patches={n: len(patches) for n, patches in taught.items()},
             largest_change=changes, allocations=tuple(events), source=self.source,
@@ -284,26 +306,28 @@ class OnlineLearner:
 
     @torch.no_grad()
     def _move_prototypes(self, number: Any, patches: Tensor, lesson: Lesson, undo: Undo) -> None:
-        """p <- (1 - rate) p + rate |p| mean(z): a moving average of directions, at the prototype's length."""
+        """A step of `rate` from a prototype's direction towards its tokens'; lengths stay (by group)."""
+        layer, groups = self.layers[number], self.layers[number].config.routing_groups
         toward, amount = lesson.toward[number], lesson.amount[number]
         pulled = patches[amount[patches] > 0]
-        old = self.layers[number].prototypes[pulled].float()
-        mean = (toward[pulled] / amount[pulled, None]).float()
-        new = torch.lerp(old, old.norm(dim=1, keepdim=True) * mean, self.config.prototype_rate)
+        old = precise(layer.prototypes[pulled]).unflatten(-1, (groups, -1))
+        mean = precise(toward[pulled]).unflatten(-1, (groups, -1))
+        turned = ops.unit(torch.lerp(ops.unit(old), ops.unit(mean), self.config.prototype_rate))
+        new = (turned * old.norm(dim=-1, keepdim=True)).flatten(1)
         if not new.isfinite().all():
             raise NotFiniteUpdate("a prototype would not be finite; nothing was changed")
-        write_rows(self.layers[number].prototypes, pulled, new, undo)
+        write_rows(layer.prototypes, pulled, new, undo)
 
     @contextmanager
     def _gradients(self, gradients: Mapping[str, Tensor]) -> Iterator[None]:
-        parameters = [(key, parameter) for key, _, parameter in self.update.parameters()]
+        theirs = [(key, parameter, parameter.grad) for key, _, parameter in self.update.parameters()]
         try:
-            for key, parameter in parameters:
+            for key, parameter, _ in theirs:
                 parameter.grad = gradients[key]
             yield
         finally:
-            for _, parameter in parameters:
-                parameter.grad = None
+            for _, parameter, gradient in theirs:
+                parameter.grad = gradient
 
     @contextmanager
     def _inputs(self, kept: bool) -> Iterator[dict[Any, Tensor]]:
@@ -367,7 +391,8 @@ class OnlineLearner:
 
     def _routing(self, tokens: np.ndarray) -> dict[Any, Tensor]:
         """Layer -> active sets (n, k) of the text's tokens."""
-        return {number: stats.indices for number, stats in routing(self.model, tokens).items()}
+        found = routing(self.model, tokens)
+        return {number: found[number].indices for number in self.layers}
 
     # --- files
 
@@ -421,25 +446,44 @@ class OnlineLearner:
                 model, tokenizer, config or LearnConfig.from_dict(state["config"]), precision=precision
             )
             learner._restore(state, tensors)
-        except (KeyError, TypeError, OSError, json.JSONDecodeError, SafetensorError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError,
+                SafetensorError) as error:  # fmt: skip
             raise ValueError(f"{found} holds a damaged learner: {error!r}") from error
         return learner
 
     def _restore(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+        """Checked as strictly as a file that anybody may have written deserves."""
         own = {k.removeprefix("update."): v for k, v in tensors.items() if k.startswith("update.")}
-        self.update.load_state_dict(own)
+        if not all(value.isfinite().all() for value in tensors.values()):
+            raise ValueError("numbers that are not finite")
+        habits = {}
         for number, layer in self.layers.items():
-            usage, born = tensors[f"usage.{number}"], tensors[f"born.{number}"]
+            key, usage, born = str(number), tensors[f"usage.{number}"], tensors[f"born.{number}"]
             if usage.shape != (layer.num_patches,) or born.shape != (layer.num_patches,):
-                raise ValueError(f"the learner's usage does not fit layer {number}; nothing was loaded")
-            key = str(number)
-            self.allocator.habits[number] = Habits(
-                usage, born, state["unfamiliar"][key], state["allocated"][key]
-            )
-            self.allocator.most[number] = state["most"][key]
+                raise ValueError(f"the usage of layer {number} does not fit its {layer.num_patches} patches")
+            known = self.allocator.habits[number]
+            habits[number] = Habits(
+                usage.to(known.usage), born.to(known.born), _count(state["unfamiliar"][key]),
+                _count(state["allocated"][key], least=-(2**62)),
+            )  # fmt: skip
         totals = state["totals"]
-        self.totals = Totals(**{**totals, "surprise": Surprise(*totals["surprise"])})
-        self.history = np.asarray(state["history"], dtype=np.int64)
+        mean, square, tokens = totals["surprise"]
+        counts = ("tokens", "scored", "taught", "updates", "allocations")
+        restored = Totals(
+            **{name: _count(totals[name]) for name in counts},
+            held_back={str(name): _count(count) for name, count in totals["held_back"].items()},
+            surprise=Surprise(float(mean), float(square), _count(tokens)),
+        )
+        history = np.asarray(state["history"], dtype=np.int64)[-self.model.config.context :]
+        if history.ndim != 1 or (len(history) and not self._in_vocabulary(history)):
+            raise ValueError("the history holds tokens outside the vocabulary")
+        if not isinstance(state["notes"], dict) or not isinstance(state["source"], str | None):
+            raise ValueError("notes or source of the wrong type")
+        most = {number: _count(state["most"][str(number)], least=1) for number in self.layers}
+        self.update.load_state_dict(own)
+        if self.config.allocation.most_patches is None:
+            self.allocator.most = most
+        self.allocator.habits, self.totals, self.history = habits, restored, history
         self.source, self.notes = state["source"], state["notes"]
 
     # --- what people give us
@@ -462,12 +506,21 @@ class OnlineLearner:
                 f"{self.config.max_observation:,}; give the stream in pieces"
             )
         vocabulary = self.model.config.vocab_size
-        if tokens.min() < 0 or tokens.max() >= vocabulary:
+        if not self._in_vocabulary(tokens):
             outside = tokens[(tokens < 0) | (tokens >= vocabulary)][0]
             raise ValueError(f"token {outside} is outside the vocabulary, 0 to {vocabulary - 1}")
         return tokens
+
+    def _in_vocabulary(self, tokens: np.ndarray) -> bool:
+        return bool(tokens.min() >= 0 and tokens.max() < self.model.config.vocab_size)
 
     def _tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise ValueError("this learner has no tokenizer: give tokens instead of text")
         return self.tokenizer
+
+
+def _count(value: object, least: int = 0) -> int:
+    if type(value) is not int or not least <= value < 2**62:
+        raise ValueError(f"{value!r} is not a count")
+    return value

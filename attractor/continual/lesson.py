@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attractor.continual.allocate import Allocation
+from attractor.continual.allocate import Allocation, Outlook
 from attractor.continual.gates import Surprise
 
 
@@ -70,9 +70,10 @@ class Lesson:
     counts: dict[Any, Tensor] = field(default_factory=dict)  # layer -> (K) selections by all tokens
     toward: dict[Any, Tensor] = field(default_factory=dict)  # layer -> (K, m) sum of w z of admitted tokens
     amount: dict[Any, Tensor] = field(default_factory=dict)  # layer -> (K) sum of w of admitted tokens
+    outlook: dict[Any, Outlook] = field(default_factory=dict)  # layer -> what its router made of all tokens
 
     def plus(self, other: "Lesson") -> "Lesson":
-        parts = ("gradients", "chosen", "counts", "toward", "amount")
+        parts = ("gradients", "chosen", "counts", "toward", "amount", "outlook")
         sums = {part: join(add, getattr(self, part), getattr(other, part)) for part in parts}
         return Lesson(self.tokens + other.tokens, self.taught + other.taught, **sums)
 

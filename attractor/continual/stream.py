@@ -6,6 +6,7 @@
 perplexities, what the gates held back, allocations. A run that was stopped goes on from its checkpoint.
 """
 
+import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
@@ -28,34 +29,50 @@ def adapt(
     *,
     canary: np.ndarray | None = None,
     every: int = 16_384,
+    save_every: int = 16,
     stop: Callable[[], bool] = lambda: False,
     report: Report = lambda record: None,
 ) -> dict[str, Any]:
-    """Observe every text in pieces of `every` tokens; after each, a record, and a checkpoint once in a while.
+    """Observe every text in pieces of `every` tokens (rounded up to the budget), with a record after each.
 
+    A checkpoint is written every `save_every` pieces, after each text, when stopped and when a piece fails.
     Returns the canary's perplexity before and after, and for each text the loss of its first and last piece.
     """
+    plan = [[name, len(tokens), _hash(tokens)] for name, tokens in texts.items()]
+    watched = None if canary is None else _hash(canary)
     notes = learner.notes
     if not notes:
         notes = {
-            "text": 0, "offset": 0, "canary_before": _canary(learner, canary), "losses": {},
-            "texts": {name: len(tokens) for name, tokens in texts.items()},
+            "text": 0, "offset": 0, "plan": plan, "losses": {}, "canary": watched,
+            "canary_before": _canary(learner, canary),
         }  # fmt: skip
-    elif notes["texts"] != {name: len(tokens) for name, tokens in texts.items()}:
-        raise ValueError(
-            f"{out} was adapted to other texts: {notes['texts']}; go on with those, or elsewhere"
-        )
+    elif notes["plan"] != plan:
+        raise ValueError(f"{out} adapts to other texts: {[name for name, *_ in notes['plan']]}; give those")
+    elif notes["canary"] != watched:
+        raise ValueError(f"{out} watched another canary; give that one, or before and after are two texts")
     out.mkdir(parents=True, exist_ok=True)
     kept = _records_until(out / "log.jsonl", learner.totals.tokens)
-    stopped = False
+    budget = learner.config.budget
+    every = -(-every // budget) * budget  # so that no lesson waits at a checkpoint
+    names, pieces, stopped = list(texts), 0, False
+
+    def save() -> None:
+        learner.notes = notes
+        learner.save(out / "learner")
+
     with (out / "log.jsonl").open("w") as log:
         log.writelines(json.dumps(record) + "\n" for record in kept)
-        names = list(texts)
         while not stopped and notes["text"] < len(names):
             name = names[notes["text"]]
             tokens = texts[name][notes["offset"] : notes["offset"] + every]
-            seen = learner.observe(tokens, source=name)
-            offset = notes["offset"] + len(tokens)
+            try:
+                seen = learner.observe(tokens, source=name)
+            except Exception as error:  # what was learned before it stays learned
+                done = getattr(error, "observed", Observation()).tokens
+                notes = {**notes, "offset": notes["offset"] + done}
+                save()
+                raise
+            offset, pieces = notes["offset"] + len(tokens), pieces + 1
             is_last = offset >= len(texts[name])
             first = notes["losses"].get(name, {}).get("first", seen.loss)
             notes = {
@@ -63,13 +80,14 @@ def adapt(
                 "text": notes["text"] + is_last, "offset": 0 if is_last else offset,
             }  # fmt: skip
             stopped = stop()
+            if is_last:
+                seen = seen.then(learner.flush())
             record = describe(learner, seen) | {"canary": _canary(learner, canary)}
             log.write(json.dumps(record) + "\n")
             log.flush()
             report(record)
-            learner.notes = notes
-            if is_last or stopped:
-                learner.save(out / "learner")
+            if is_last or stopped or pieces % save_every == 0:
+                save()
     return {
         "canary_before": notes["canary_before"], "canary_after": _canary(learner, canary),
         "losses": notes["losses"], "interrupted": stopped and notes["text"] < len(texts),
@@ -107,6 +125,10 @@ def _records_until(path: Path, tokens: int) -> list[dict[str, Any]]:
             record = json.loads(line)
         except json.JSONDecodeError:  # cut short by a kill
             continue
-        if record["tokens"] <= tokens:
+        if isinstance(record, dict) and isinstance(record.get("tokens"), int) and record["tokens"] <= tokens:
             records.append(record)
     return records
+
+
+def _hash(tokens: np.ndarray) -> str:
+    return hashlib.sha256(np.ascontiguousarray(tokens, dtype=np.int64).tobytes()).hexdigest()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attractor import ops
 from attractor.continual.config import UpdateConfig
 from attractor.layer import APN, PATCH_ROLES, ROLES, RoutingStats, check_roles
 
@@ -29,6 +30,8 @@ class NotFiniteUpdate(RuntimeError):
 
 Undo = list[Callable[[], object]]
 Write = tuple[Tensor, Tensor, Tensor]  # where, which rows, what
+Move = tuple[str, Tensor, Tensor, Tensor]  # name, parameter, which rows, how they change
+precise = ops.routing_precision  # float32 at least
 
 
 @contextmanager
@@ -41,11 +44,15 @@ def all_or_nothing(undo: Undo | None = None) -> Iterator[Undo]:
         yield undo
         return
     undo = []
+    random = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
         yield undo
     except BaseException:
         for take_back in reversed(undo):
             take_back()
+        torch.set_rng_state(random[0])
+        if random[1]:
+            torch.cuda.set_rng_state_all(random[1])
         raise
 
 
@@ -77,6 +84,12 @@ def most_specific(patches: Tensor, used_here: Tensor, used_before: Tensor, most:
     return patches[best].sort().values
 
 
+def _length(moved: list[Move]) -> Tensor:
+    """(patches) how far each moves, over all of its parameters."""
+    own = [change.flatten(1).norm(dim=1) for name, _, _, change in moved if ROLES[name] in PATCH_ROLES]
+    return torch.stack(own).norm(dim=0) if own else torch.zeros(1)
+
+
 class LocalUpdate:
     """The optimizer of patch-local learning, for APN layers by name or number.
 
@@ -96,11 +109,15 @@ class LocalUpdate:
                 raise ValueError(f"layer {number!r} has no parameters with the roles {list(config.train)}")
             if config.max_decoder is not None and layer.decoder is None:
                 raise ValueError("max_decoder needs independent decoders; these are shared")
+        if config.max_change is not None and not set(config.train) & set(PATCH_ROLES):
+            raise ValueError(
+                f"max_change caps the change of a patch, and train={config.train} has no patches"
+            )
         for key, name, parameter in self.parameters() if config.rule == "adamw" else ():
             rows = parameter.shape[0] if ROLES.get(name) in PATCH_ROLES else 1
             self.state |= {
-                f"{key}.mean": torch.zeros_like(parameter, dtype=torch.float32),
-                f"{key}.square": torch.zeros_like(parameter, dtype=torch.float32),
+                f"{key}.mean": torch.zeros_like(precise(parameter)),
+                f"{key}.square": torch.zeros_like(precise(parameter)),
                 f"{key}.steps": torch.zeros(rows, dtype=torch.int64, device=parameter.device),
             }
 
@@ -146,38 +163,40 @@ class LocalUpdate:
             return torch.zeros(())
         if patches.min() < 0 or patches.max() >= layer.num_patches:
             raise ValueError(f"patches {patches.tolist()} must lie in 0 to {layer.num_patches - 1}")
-        moved: list[tuple[str, Tensor, Tensor, Tensor]] = []
+        moved: list[Move] = []
         for name, parameter in self.trained(number):
             if parameter.grad is None:
                 raise ValueError(f"{name} has no gradient; call backward() first")
             by_patch = ROLES[name] in PATCH_ROLES
             rows = patches if by_patch else torch.arange(parameter.shape[0], device=parameter.device)
-            gradient = parameter.grad[rows].float() * scale
+            gradient = precise(parameter.grad[rows]) * scale
             change = self._change(f"{number}.{name}", gradient, rows, by_patch, writes)
             if config.weight_decay and ROLES[name] == "decoders":
-                change = change - config.learning_rate * config.weight_decay * parameter[rows].float()
+                change = change - config.learning_rate * config.weight_decay * precise(parameter[rows])
             moved.append((name, parameter, rows, change))
-        own = [change.flatten(1) for name, _, _, change in moved if ROLES[name] in PATCH_ROLES]
-        length = torch.stack([part.norm(dim=1) for part in own]).norm(dim=0) if own else torch.zeros(1)
         if config.max_change is not None:
-            shrink = (config.max_change / length.clamp(min=1e-30)).clamp(max=1)
-            length = length.clamp(max=config.max_change)
-        for name, parameter, rows, change in moved:
-            if config.max_change is not None and ROLES[name] in PATCH_ROLES:
-                change = change * shrink.view(-1, *[1] * (change.dim() - 1))
-            values = parameter[rows].float() + change
+            shrink = (config.max_change / _length(moved).clamp(min=1e-30)).clamp(max=1)
+            moved = [
+                (name, parameter, rows, change * shrink.view(-1, *[1] * (change.dim() - 1)))
+                if ROLES[name] in PATCH_ROLES
+                else (name, parameter, rows, change)
+                for name, parameter, rows, change in moved
+            ]
+        for place, (name, parameter, rows, change) in enumerate(moved):
+            values = precise(parameter[rows]) + change
             if name == "decoder" and config.max_decoder is not None:
                 size = values.flatten(1).norm(dim=1).clamp(min=1e-30)
                 values = values * (config.max_decoder / size).clamp(max=1)[:, None, None]
+                moved[place] = (name, parameter, rows, values - precise(parameter[rows]))
             writes.append((parameter, rows, values))
-        return length.max()
+        return _length(moved).max()
 
     def _plan_whole(self, key: str, parameter: Tensor, scale: float, writes: list[Write]) -> None:
         if parameter.grad is None:
             raise ValueError(f"{key} has no gradient; call backward() first")
         rows = torch.arange(parameter.shape[0], device=parameter.device)
-        change = self._change(key, parameter.grad.float() * scale, rows, False, writes)
-        writes.append((parameter, rows, parameter.float() + change))
+        change = self._change(key, precise(parameter.grad) * scale, rows, False, writes)
+        writes.append((parameter, rows, precise(parameter) + change))
 
     def _change(
         self, key: str, gradient: Tensor, rows: Tensor, by_patch: bool, writes: list[Write]
@@ -208,16 +227,17 @@ class LocalUpdate:
     @torch.no_grad()
     def follow(self, number: Any, undo: Undo) -> None:
         """The layer was resized: keep the state of the patches that stayed, and none for new ones."""
-        old = dict(self.state)
+        old, resized = self.state, dict(self.state)
+        undo.append(lambda: setattr(self, "state", old))
         for name, parameter in self.trained(number):
             if ROLES[name] in PATCH_ROLES and self.config.rule == "adamw":
                 for part in ("mean", "square", "steps"):
-                    state = self.state[f"{number}.{name}.{part}"]
+                    state = old[f"{number}.{name}.{part}"]
                     kept = min(len(state), len(parameter))
-                    resized = state.new_zeros(len(parameter), *state.shape[1:])
-                    resized[:kept] = state[:kept]
-                    self.state[f"{number}.{name}.{part}"] = resized
-        undo.append(lambda: setattr(self, "state", old))
+                    new = state.new_zeros(len(parameter), *state.shape[1:])
+                    new[:kept] = state[:kept]
+                    resized[f"{number}.{name}.{part}"] = new
+        self.state = resized
 
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self.state)

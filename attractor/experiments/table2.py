@@ -9,6 +9,7 @@ test text. Whole trajectories are kept, because the last step alone tells anothe
 """
 
 import copy
+import hashlib
 import itertools
 import json
 import math
@@ -123,20 +124,27 @@ class Domains(NamedTuple):
     train: np.ndarray
     validation: np.ndarray
     test: np.ndarray
+    left_out: int  # characters of B that the model does not know
+
+    def hash(self) -> str:
+        """Of every token, so that a row of another text is not taken for this one."""
+        parts = (self.A, self.train, self.validation, self.test)
+        return hashlib.sha256(b"|".join(part.astype(np.int64).tobytes() for part in parts)).hexdigest()
 
 
 def domains(dataset: Dataset, source: str, protocol: Recipe) -> Domains:
     """The paper holds out the last tenth of B; where we stop early, another tenth is the test text."""
     options: dict[str, Any] = {"size": protocol.characters} if source == "paper-shift" else {}
     text = read_text(source, **options)[: protocol.characters]
-    tokens, _ = dataset.tokenizer.encode_known(text)
+    tokens, dropped = dataset.tokenizer.encode_known(text)
     held_out = len(tokens) // 10
     if held_out < 2:
         raise ValueError(f"{source!r} has {len(tokens)} tokens that the model knows; that is too little")
     test = tokens[-held_out:]
     validation = tokens[-2 * held_out : -held_out] if protocol.stops_early else test
     rest = 2 * held_out if protocol.stops_early else held_out
-    return Domains(np.asarray(dataset.val)[: protocol.tokens_of_A], tokens[:-rest], validation, test)
+    held_out_A = np.asarray(dataset.val)[: protocol.tokens_of_A]
+    return Domains(held_out_A, tokens[:-rest], validation, test, dropped.total())
 
 
 def adapt(
@@ -240,13 +248,14 @@ def run(
     for name, protocol in chosen.items():
         data = texts[name]
         found[name] = {"settings": protocol._asdict(), "train_tokens": len(data.train), "rows": {}}
+        found[name]["left_out"] = data.left_out
         if "apn" in models:
             found[name]["overlap"] = overlap(models["apn"], data)
         for row in rows:
             cell = folder / "cells" / f"{name}-{row.replace(', ', '-').replace(' ', '-')}-{seed}.json"
             settings = {
                 "protocol": list(protocol),
-                "domain_b": domain_b,
+                "texts": data.hash(),
                 "model": trained[ROWS[row].model]["val_loss"],
             }
             values = _finished(cell, settings)
@@ -282,6 +291,10 @@ def table(result: dict[str, Any]) -> str:
         lines.append(
             f"{name}: {settings['steps']} steps of {settings['batch_size']} sequences, learning rate "
             f"{settings['learning_rate']:g}, {part['train_tokens']:,} tokens of B"
+            + (f" ({part['left_out']:,} characters unknown to the model)" if part.get("left_out") else "")
+            + "; best: where B's "
+            + ("validation text" if settings["stops_early"] else "held-out text itself")
+            + " is predicted best; the rest is of the last step"
         )
         lines.append(_line(*head))
         for row, values in part["rows"].items():
