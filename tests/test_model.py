@@ -148,7 +148,7 @@ def test_save_and_load(tmp_path):
 def test_loading_is_strict(tmp_path):
     build().save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(dataclasses.replace(SMALL, num_layers=1).to_json())
-    with pytest.raises(RuntimeError, match="Unexpected key"):
+    with pytest.raises(ValueError, match=r"(?s)does not fit config.json.*Unexpected key"):
         GPT.from_pretrained(tmp_path)
 
 

@@ -8,6 +8,7 @@ learner.rollback("kjv", version=3); learner.drop("kjv"); learner.export("kjv", f
 
 import dataclasses
 import json
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ from attractor.checkpoint import find_model, write_folder
 from attractor.continual.config import GuardConfig
 from attractor.continual.guard import BASE, Guard
 from attractor.continual.learner import OnlineLearner, Text
-from attractor.continual.lesson import Observation
+from attractor.continual.lesson import Observation, Totals
 from attractor.continual.overlay import Branch, Overlay, fingerprint
 from attractor.evaluate import autocast, evaluate, perplexity
 from attractor.generate import generate
@@ -58,6 +59,12 @@ class GuardedLearner:
         self.base.requires_grad_(False).eval()
         self.base_hash = fingerprint(model)
         self.sources: dict[str, Source] = {}
+        self.totals = Totals()
+        self.notes: dict[str, Any] = {}  # whoever feeds the stream may keep its own place here
+
+    @property
+    def budget(self) -> int:
+        return self.config.learn.budget
 
     # --- learning
 
@@ -73,9 +80,21 @@ class GuardedLearner:
         held = self._new_source() if is_new else self.sources[source]
         seen = held.learner.observe(text, source=source)
         self.sources[source] = held
+        self.totals = self.totals.after(seen, held.learner.totals.surprise)
         if seen.updates:
             self._keep_version(held, tokens=held.learner.totals.tokens, source=source)
         return seen
+
+    def flush(self) -> Observation:
+        """Learn from the tokens of every source that wait for the next update."""
+        done = Observation()
+        for name, held in self.sources.items():
+            seen = held.learner.flush()
+            done = done.then(seen)
+            if seen.updates:
+                self._keep_version(held, tokens=held.learner.totals.tokens, source=name)
+        self.totals = self.totals.after(done, self.totals.surprise)
+        return done
 
     def _new_source(self, overlay: Overlay | None = None) -> Source:
         learn = self.config.learn
@@ -130,6 +149,25 @@ class GuardedLearner:
         guard = self.guard
         weights = guard.posterior(tokens.to(self.base.embedding.weight.device))[0, -1]
         return dict(zip(guard.names, weights.tolist(), strict=True))
+
+    def usage_entropy(self) -> float:
+        """Of the newest overlay's usage; of an even usage before there is one."""
+        if not self.sources:
+            counts = [layer.num_patches for layer in self.base.apn_layers().values()]
+            return sum(math.log(count) for count in counts) / len(counts)
+        return list(self.sources.values())[-1].learner.usage_entropy()
+
+    def monitor(self) -> dict[str, float]:
+        """Numbers for a log: counters, and the size of every overlay."""
+        totals = self.totals
+        values: dict[str, float] = {
+            "tokens": totals.tokens, "taught": totals.taught, "updates": totals.updates,
+            "allocations": totals.allocations,
+        }  # fmt: skip
+        values |= {f"held_back/{name}": count for name, count in totals.held_back.items()}
+        for name, told in self.overlays().items():
+            values |= {f"overlay/{name}/bytes": told["bytes"], f"overlay/{name}/version": told["version"]}
+        return values
 
     # --- overlays
 
@@ -199,8 +237,7 @@ class GuardedLearner:
 
     def save(self, folder: str | Path) -> None:
         """The base, and for every overlay its versions; loading gives the same predictions to the bit."""
-        for held in self.sources.values():
-            held.learner.flush()
+        self.flush()
 
         def fill(partial: Path) -> None:
             self.base.save_pretrained(partial)
@@ -212,7 +249,10 @@ class GuardedLearner:
                 for version, overlay in held.versions.items():
                     overlay.save(partial / "overlays" / name / f"version-{version}")
                 kept[name] = {"version": held.version, "versions": sorted(held.versions)}
-            state = {"config": self.config.to_dict(), "sources": kept, "base": self.base_hash}
+            state = {
+                "config": self.config.to_dict(), "sources": kept, "base": self.base_hash,
+                "notes": self.notes, "totals": dataclasses.asdict(self.totals),
+            }  # fmt: skip
             (partial / "guard.json").write_text(json.dumps(state, indent=2))
 
         write_folder(Path(folder), fill)
@@ -247,7 +287,8 @@ class GuardedLearner:
                 held.version = int(kept["version"])
                 held.versions = {int(v): Overlay.load(place / f"version-{int(v)}") for v in kept["versions"]}
                 learner.sources[name] = held
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            learner.notes, learner.totals = dict(state["notes"]), Totals.from_dict(state["totals"])
+        except (LookupError, TypeError, AttributeError, ArithmeticError, json.JSONDecodeError) as error:
             raise ValueError(f"{found} holds a damaged guarded learner: {error!r}") from error
         return learner
 

@@ -32,7 +32,7 @@ from attractor.continual.allocate import Allocator, Habits
 from attractor.continual.baselines.baseline import check_batch
 from attractor.continual.config import LearnConfig
 from attractor.continual.gates import Surprise, admit
-from attractor.continual.lesson import Lesson, Observation, Totals, contiguous_windows
+from attractor.continual.lesson import Lesson, Observation, Totals, contiguous_windows, whole_number
 from attractor.continual.update import (
     LocalUpdate,
     NotFiniteUpdate,
@@ -95,6 +95,15 @@ class OnlineLearner:
     @property
     def device(self) -> torch.device:
         return next(iter(self.layers.values())).prototypes.device
+
+    @property
+    def budget(self) -> int:
+        return self.config.budget
+
+    def usage_entropy(self) -> float:
+        """Of the moving average of usage, the mean over layers."""
+        entropies = [monitor.usage_entropy(own.usage) for own in self.allocator.habits.values()]
+        return sum(entropies) / len(entropies)
 
     def _autocast(self) -> AbstractContextManager:
         return autocast(self.device, self.precision)
@@ -269,10 +278,10 @@ class OnlineLearner:
             indices, weights = stats[number].indices[admitted], stats[number].weights.detach()[admitted]
             toward = tokens.new_zeros(layer.num_patches, tokens.shape[1])
             amount = tokens.new_zeros(layer.num_patches)
-            for slot in range(indices.shape[1]):
-                weight = weights[:, slot].to(tokens)
-                toward.index_add_(0, indices[:, slot].clamp(min=0), weight[:, None] * tokens)
-                amount.index_add_(0, indices[:, slot].clamp(min=0), weight)
+            for slot in range(indices.shape[1]):  # not index_add_, whose atomics differ from run to run
+                weight, patch = weights[:, slot].to(tokens), (indices[:, slot].clamp(min=0),)
+                toward.index_put_(patch, weight[:, None] * tokens, accumulate=True)
+                amount.index_put_(patch, weight, accumulate=True)
             towards[number], amounts[number] = toward, amount
         return towards, amounts
 
@@ -463,23 +472,16 @@ class OnlineLearner:
                 raise ValueError(f"the usage of layer {number} does not fit its {layer.num_patches} patches")
             known = self.allocator.habits[number]
             habits[number] = Habits(
-                usage.to(known.usage), born.to(known.born), _count(state["unfamiliar"][key]),
-                _count(state["allocated"][key], least=-(2**62)),
+                usage.to(known.usage), born.to(known.born), whole_number(state["unfamiliar"][key]),
+                whole_number(state["allocated"][key], least=-(2**62)),
             )  # fmt: skip
-        totals = state["totals"]
-        mean, square, tokens = totals["surprise"]
-        counts = ("tokens", "scored", "taught", "updates", "allocations")
-        restored = Totals(
-            **{name: _count(totals[name]) for name in counts},
-            held_back={str(name): _count(count) for name, count in totals["held_back"].items()},
-            surprise=Surprise(float(mean), float(square), _count(tokens)),
-        )
+        restored = Totals.from_dict(state["totals"])
         history = np.asarray(state["history"], dtype=np.int64)[-self.model.config.context :]
         if history.ndim != 1 or (len(history) and not self._in_vocabulary(history)):
             raise ValueError("the history holds tokens outside the vocabulary")
         if not isinstance(state["notes"], dict) or not isinstance(state["source"], str | None):
             raise ValueError("notes or source of the wrong type")
-        most = {number: _count(state["most"][str(number)], least=1) for number in self.layers}
+        most = {number: whole_number(state["most"][str(number)], least=1) for number in self.layers}
         self.update.load_state_dict(own)
         if self.config.allocation.most_patches is None:
             self.allocator.most = most
@@ -518,9 +520,3 @@ class OnlineLearner:
         if self.tokenizer is None:
             raise ValueError("this learner has no tokenizer: give tokens instead of text")
         return self.tokenizer
-
-
-def _count(value: object, least: int = 0) -> int:
-    if type(value) is not int or not least <= value < 2**62:
-        raise ValueError(f"{value!r} is not a count")
-    return value

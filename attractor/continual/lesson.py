@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -100,6 +100,24 @@ class Totals:
             held_back=join(add, self.held_back, seen.held_back),
             surprise=surprise,
         )
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Self:
+        """What `dataclasses.asdict` made, from a file that anybody may have written."""
+        mean, square, tokens = fields["surprise"]
+        counts = ("tokens", "scored", "taught", "updates", "allocations")
+        return cls(
+            **{name: whole_number(fields[name]) for name in counts},
+            held_back={str(name): whole_number(count) for name, count in fields["held_back"].items()},
+            surprise=Surprise(float(mean), float(square), whole_number(tokens)),
+        )
+
+
+def whole_number(value: object, least: int = 0) -> int:
+    """A count out of a file, or a ValueError."""
+    if type(value) is not int or not least <= value < 2**62:
+        raise ValueError(f"{value!r} is not a count")
+    return value
 
 
 def contiguous_windows(

@@ -11,19 +11,33 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from attractor import monitor
-from attractor.continual.learner import OnlineLearner
-from attractor.continual.lesson import Observation
+from attractor.continual.lesson import Observation, Totals
 
 Report = Callable[[dict[str, Any]], None]
 
 
+class Learner(Protocol):
+    """OnlineLearner, GuardedLearner, or another that learns from a stream."""
+
+    notes: dict[str, Any]
+    totals: Totals
+
+    @property
+    def budget(self) -> int: ...
+    def observe(self, text: Any, source: str) -> Observation: ...
+    def flush(self) -> Observation: ...
+    def perplexity(self, text: Any) -> float: ...
+    def usage_entropy(self) -> float: ...
+    def monitor(self) -> dict[str, float]: ...
+    def save(self, folder: Path) -> None: ...
+
+
 def adapt(
-    learner: OnlineLearner,
+    learner: Learner,
     texts: Mapping[str, np.ndarray],
     out: Path,
     *,
@@ -52,8 +66,7 @@ def adapt(
         raise ValueError(f"{out} watched another canary; give that one, or before and after are two texts")
     out.mkdir(parents=True, exist_ok=True)
     kept = _records_until(out / "log.jsonl", learner.totals.tokens)
-    budget = learner.config.budget
-    every = -(-every // budget) * budget  # so that no lesson waits at a checkpoint
+    every = -(-every // learner.budget) * learner.budget  # so that no lesson waits at a checkpoint
     names, pieces, stopped = list(texts), 0, False
 
     def save() -> None:
@@ -95,10 +108,8 @@ def adapt(
     }  # fmt: skip
 
 
-def describe(learner: OnlineLearner, seen: Observation) -> dict[str, Any]:
+def describe(learner: Learner, seen: Observation) -> dict[str, Any]:
     """One record of the log."""
-    habits = learner.allocator.habits.values()
-    entropies = [monitor.usage_entropy(own.usage) for own in habits]
     return {
         "tokens": learner.totals.tokens,
         "source": seen.source,
@@ -108,12 +119,12 @@ def describe(learner: OnlineLearner, seen: Observation) -> dict[str, Any]:
         "updates": seen.updates,
         "patches": {str(layer): count for layer, count in seen.patches.items()},
         "largest_change": {str(layer): length for layer, length in seen.largest_change.items()},
-        "usage_entropy": sum(entropies) / len(entropies),
+        "usage_entropy": learner.usage_entropy(),
         "allocations": [event._asdict() for event in seen.allocations],
     }
 
 
-def _canary(learner: OnlineLearner, tokens: np.ndarray | None) -> float | None:
+def _canary(learner: Learner, tokens: np.ndarray | None) -> float | None:
     return None if tokens is None else learner.perplexity(tokens)
 
 
