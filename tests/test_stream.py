@@ -1,14 +1,18 @@
 """attractor adapt and monitor: the loop, its log, stopping and going on, and what a person may get wrong."""
 
 import json
+import math
 
 import pytest
+import torch
 from test_learner import assert_same, learner_of, state_of, stream
 
 from attractor import cli
+from attractor.checkpoint import find_model
 from attractor.continual.learner import OnlineLearner
 from attractor.continual.stream import adapt
 from attractor.continual.update import NotFiniteUpdate
+from attractor.model import GPT
 
 
 def run(*arguments):
@@ -145,7 +149,6 @@ def test_mistakes_are_messages(run_folder, arguments, message, capsys):
 
 def test_dense_models_are_told_apart(run_folder, capsys):
     from attractor.config import GPTConfig
-    from attractor.model import GPT
 
     GPT(GPTConfig(vocab_size=5, context=8, num_layers=1, num_heads=1, dim=8)).save_pretrained("dense")
     assert run("adapt", "dense", "--data", "b.txt", "--device", "cpu") == 1
@@ -155,3 +158,48 @@ def test_dense_models_are_told_apart(run_folder, capsys):
 def test_short_texts_and_the_folder_itself(run_folder, capsys):
     assert run("adapt", "run", "--data", "b.txt", "--max-tokens", 1, "--device", "cpu") == 0
     assert run("sample", "run-adapted", "--max-tokens", 3) == 0
+
+
+def test_guarded(run_folder, capsys):
+    """Learn in overlays, look after them, and always come back to the base."""
+    options = ("--device", "cpu", "--guard", "--update.learning-rate", "1e-2", "--budget", 64)
+    options = (*options, "--every", 200, "--attention", "low_rank")
+    assert run("adapt", "run", "--data", "b.txt", "a.txt", *options) == 0
+    assert "canary perplexity" in capsys.readouterr().out
+    summary = json.loads((run_folder / "run-adapted" / "summary.json").read_text())
+    rise = math.log(summary["canary_after"] / summary["canary_before"])
+    assert rise <= math.log(2) / 8  # the context is 8
+    assert summary["overlay/b/bytes"] > 0
+
+    def overlays(*arguments):
+        code = run("overlays", "run-adapted", *arguments)
+        shown = capsys.readouterr()
+        return code, shown.out + shown.err
+
+    code, shown = overlays("list")
+    assert code == 0
+    assert shown.count("version") >= 2
+    assert overlays("export", "b", "exported")[0] == 0
+    assert overlays("export", "b", "exported") == (1, "attractor: exported exists; choose a new folder\n")
+    assert overlays("rollback", "b", "--version", 2)[0] == 0
+    assert "b                    version 2" in overlays("list")[1]
+    assert "tokens of 'a'" in overlays("drop", "a")[1]
+    assert overlays("import", "exported", "again")[0] == 0
+    assert overlays("drop", "nobody")[0] == 1
+    assert "'b'" in overlays("drop", "nobody")[1]
+    for name in ("b", "again"):
+        overlays("drop", name)
+    assert "this is the base" in overlays("list")[1]
+    model, base = (GPT.from_pretrained(find_model(run_folder / name)) for name in ("run-adapted", "run"))
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), base.parameters(), strict=True))
+    assert run("overlays", "run", "list") == 1
+    assert "adapt --guard" in capsys.readouterr().err
+
+
+def test_guard_settings_need_the_guard(run_folder, capsys):
+    assert run("adapt", "run", "--data", "b.txt", "--device", "cpu", "--prior", "0.9") == 1
+    assert "without --guard" in capsys.readouterr().err
+    assert run("adapt", "run", "--data", "b.txt", "--device", "cpu", "--guard") == 0
+    assert run("adapt", "run", "--data", "b.txt", "--device", "cpu", "--resume") == 1
+    assert "was adapted with --guard" in capsys.readouterr().err
+    assert run("adapt", "run", "--data", "b.txt", "--device", "cpu", "--resume", "--guard") == 0

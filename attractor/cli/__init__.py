@@ -9,7 +9,7 @@ import tyro
 from attractor import presets
 from attractor.cli.bench import BenchDecode, BenchLayer, BenchTrain
 from attractor.cli.common import INTERRUPTED
-from attractor.cli.continual import Adapt, Monitor
+from attractor.cli.continual import Adapt, Monitor, Overlays
 from attractor.cli.data import DataList, DataPrepare
 from attractor.cli.experiments import Demo, ExperimentList, Table1, Table2
 from attractor.cli.models import Info, Sample, Train
@@ -35,6 +35,7 @@ def _commands() -> Any:
         | Annotated[Sample, verb("sample")]
         | Annotated[Info, verb("info")]
         | Annotated[Adapt, verb("adapt")]
+        | Annotated[Overlays, verb("overlays")]
         | Annotated[Monitor, verb("monitor")]
         | Annotated[Demo, verb("demo")]
         | Annotated[

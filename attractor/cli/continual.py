@@ -1,5 +1,6 @@
 """attractor adapt|monitor"""
 
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,8 @@ from attractor import distributed
 from attractor.checkpoint import find_model
 from attractor.cli.common import INTERRUPTED, dataset_of
 from attractor.config import RunConfig, check_size
-from attractor.continual.config import LearnConfig
+from attractor.continual.config import AttentionName, GuardConfig, LearnConfig
+from attractor.continual.guarded import GuardedLearner
 from attractor.continual.learner import OnlineLearner
 from attractor.continual.stream import adapt
 from attractor.data import read_text
@@ -36,6 +38,16 @@ class Adapt:
     """Gets learner/, log.jsonl and summary.json (default: RUN-adapted)."""
     resume: bool = False
     """Go on with an adaptation that was stopped."""
+    guard: bool = False
+    """Learn every text in an overlay of its own and mix it with the untouched base: bounded forgetting."""
+    prior: float = GuardConfig.prior
+    """With --guard, the weight of the base: a window costs at most log(1 / prior) nats more than the base."""
+    attention: AttentionName = GuardConfig.attention
+    """With --guard, what an overlay may change in attention: nothing, low-rank deltas, or whole matrices."""
+    attention_rank: int = GuardConfig.attention_rank
+    """Rank of those deltas."""
+    switch_rate: float = GuardConfig.switch_rate
+    """With --guard, for texts that change in between; instead of pausing paths that hardly count."""
     learn: Annotated[LearnConfig, tyro.conf.arg(name="")] = field(default_factory=LearnConfig)
     canary: str | None = None
     """What must not be forgotten: a name or a file (default: the run's own validation text)."""
@@ -54,22 +66,10 @@ class Adapt:
         for name in ("every", "canary_tokens", *(["max_tokens"] if self.max_tokens is not None else [])):
             check_size(name, getattr(self, name))
         _check_different(self.data)
-        if self.resume:
-            learner = OnlineLearner.load(out / "learner", device=distributed.parse_device(self.device))
-            if self.learn not in (LearnConfig(), learner.config):
-                raise ValueError(f"{out} learns with settings of its own; leave yours out to go on")
-        elif (out / "learner").exists():
-            raise ValueError(f"{out} holds an adaptation already; --resume goes on, --out starts another")
-        else:
-            found = find_model(self.run_folder)
-            if (found / "learner.json").is_file() and self.learn != LearnConfig():
-                raise ValueError(f"{found} is a learner with settings of its own; leave yours out")
-            config = None if (found / "learner.json").is_file() else self.learn
-            learner = OnlineLearner.load(found, config, device=distributed.parse_device(self.device))
-            learner.notes = {}
+        learner = self._learner(out)
         if learner.tokenizer is None:
             raise ValueError(f"{self.run_folder} holds no tokenizer.json: its tokens are not known")
-        texts = {name: _tokens(name, learner.tokenizer, self.max_tokens) for name in self.data}
+        texts = {self._name(name): _tokens(name, learner.tokenizer, self.max_tokens) for name in self.data}
         canary = self._canary(learner.tokenizer)
         with stop_on_signal() as stopped, _bar(sum(map(len, texts.values()))) as report:
             summary = adapt(learner, texts, out, canary=canary, every=self.every, stop=stopped, report=report)
@@ -81,6 +81,40 @@ class Adapt:
         print(f"written to {out}" + ("; --resume goes on" if summary["interrupted"] else ""))
         return INTERRUPTED if summary["interrupted"] else 0
 
+    def _name(self, source: str) -> str:
+        """An overlay is called after its text, without folders and endings."""
+        return re.sub(r"[^A-Za-z0-9._-]", "-", Path(source).stem).strip(".-") if self.guard else source
+
+    def _learner(self, out: Path) -> OnlineLearner | GuardedLearner:
+        """A new one, or the one that was stopped."""
+        device = distributed.parse_device(self.device)
+        pause = 0.0 if self.switch_rate else GuardConfig.pause
+        mix = GuardConfig(
+            learn=self.learn, prior=self.prior, attention=self.attention, attention_rank=self.attention_rank,
+            switch_rate=self.switch_rate, pause=pause,
+        )  # fmt: skip
+        if not self.guard and mix != GuardConfig(learn=self.learn):
+            raise ValueError("settings of the guard were given without --guard")
+        found = find_model(out / "learner" if self.resume else self.run_folder)
+        if not self.resume and (out / "learner").exists():
+            raise ValueError(f"{out} holds an adaptation already; --resume goes on, --out starts another")
+        was_guarded, was_plain = ((found / name).is_file() for name in ("guard.json", "learner.json"))
+        if self.resume and was_guarded != self.guard:
+            how = "with" if was_guarded else "without"
+            raise ValueError(f"{out} was adapted {how} --guard; go on like that")
+        if was_guarded and not self.guard:
+            raise ValueError(f"{found} holds overlays over a base; --guard learns on with them")
+        has_settings = was_guarded or (was_plain and not self.guard)
+        if has_settings and mix != GuardConfig():
+            raise ValueError(f"{found} is a learner with settings of its own; leave yours out")
+        learner: OnlineLearner | GuardedLearner
+        if self.guard:
+            learner = GuardedLearner.load(found, None if has_settings else mix, device=device)
+        else:
+            learner = OnlineLearner.load(found, None if has_settings else self.learn, device=device)
+        learner.notes = learner.notes if self.resume else {}
+        return learner
+
     def _canary(self, tokenizer: Tokenizer) -> np.ndarray | None:
         if self.canary is not None:
             return _tokens(self.canary, tokenizer)[: self.canary_tokens]
@@ -90,6 +124,97 @@ class Adapt:
             return None
         dataset = dataset_of(RunConfig.from_json(described.read_text()))
         return np.asarray(dataset.val[: self.canary_tokens]).astype(np.int64)
+
+
+@dataclass(kw_only=True)
+class OverlayList:
+    """Name the overlays: their versions, sizes and patches."""
+
+    def act(self, learner: GuardedLearner) -> bool:
+        for name, told in learner.overlays().items():
+            patches = sum(told["patches"].values())
+            print(f"{name:20s} version {told['version']} (kept: {told['kept']}), {told['bytes']:,} bytes, "
+                  f"{patches} patches")  # fmt: skip
+        if not learner.sources:
+            print("no overlays: this is the base")
+        return False
+
+
+@dataclass(kw_only=True)
+class OverlayDrop:
+    """Forget an overlay and everything its source taught."""
+
+    name: tyro.conf.Positional[str]
+
+    def act(self, learner: GuardedLearner) -> bool:
+        print(learner.forget(self.name))
+        return True
+
+
+@dataclass(kw_only=True)
+class OverlayRollback:
+    """Go back to an earlier version of an overlay."""
+
+    name: tyro.conf.Positional[str]
+    version: int
+    """One of those that `list` shows as kept."""
+
+    def act(self, learner: GuardedLearner) -> bool:
+        learner.rollback(self.name, self.version)
+        print(f"{self.name} is at version {self.version}")
+        return True
+
+
+@dataclass(kw_only=True)
+class OverlayExport:
+    """Write an overlay to a folder of its own: overlay.json and overlay.safetensors."""
+
+    name: tyro.conf.Positional[str]
+    folder: tyro.conf.Positional[Path]
+
+    def act(self, learner: GuardedLearner) -> bool:
+        if self.folder.exists():
+            raise ValueError(f"{self.folder} exists; choose a new folder")
+        learner.export(self.name, self.folder)
+        print(f"written to {self.folder}")
+        return False
+
+
+@dataclass(kw_only=True)
+class OverlayImport:
+    """Take over an exported overlay; it must have been made over the same base."""
+
+    folder: tyro.conf.Positional[Path]
+    name: tyro.conf.Positional[str]
+
+    def act(self, learner: GuardedLearner) -> bool:
+        learner.import_overlay(self.folder, self.name)
+        print(f"{self.name} is an overlay now")
+        return True
+
+
+@dataclass(kw_only=True)
+class Overlays:
+    """Look after what a guarded model has learned beside its base."""
+
+    run_folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(name="run")]
+    """What `attractor adapt --guard` wrote."""
+    action: Annotated[
+        Annotated[OverlayList, tyro.conf.subcommand("list")]
+        | Annotated[OverlayDrop, tyro.conf.subcommand("drop")]
+        | Annotated[OverlayRollback, tyro.conf.subcommand("rollback")]
+        | Annotated[OverlayExport, tyro.conf.subcommand("export")]
+        | Annotated[OverlayImport, tyro.conf.subcommand("import")],
+        tyro.conf.arg(name=""),
+    ]
+
+    def run(self) -> None:
+        folder = find_model(self.run_folder)
+        if not (folder / "guard.json").is_file():
+            raise ValueError(f"{self.run_folder} has no overlays: `attractor adapt --guard` makes them")
+        learner = GuardedLearner.load(folder)
+        if self.action.act(learner):
+            learner.save(folder)
 
 
 @dataclass(kw_only=True)

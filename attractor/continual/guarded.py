@@ -1,5 +1,8 @@
 """GuardedLearner: learns every source in an overlay of its own, and never costs more than the bound.
 
+What is saved are the base and the overlays with their versions; moments of the optimizer and the context of a
+stream are not, so a loaded learner predicts to the bit and learns on with fresh moments.
+
 learner = GuardedLearner.load("runs/tiny_apn")
 learner.observe(text, source="kjv")             # the base is not touched
 learner.perplexity(held_out)                    # the mixture of base and overlays, by evidence
@@ -22,7 +25,7 @@ from attractor.checkpoint import find_model, write_folder
 from attractor.continual.config import GuardConfig
 from attractor.continual.guard import BASE, Guard
 from attractor.continual.learner import OnlineLearner, Text
-from attractor.continual.lesson import Observation, Totals
+from attractor.continual.lesson import Observation, Totals, whole_number
 from attractor.continual.overlay import Branch, Overlay, fingerprint
 from attractor.evaluate import autocast, evaluate, perplexity
 from attractor.generate import generate
@@ -39,6 +42,7 @@ class Source:
 
     branch: Branch
     learner: OnlineLearner
+    tokens: int = 0
     version: int = 0
     versions: dict[int, Overlay] = dataclasses.field(default_factory=dict)
 
@@ -81,8 +85,9 @@ class GuardedLearner:
         seen = held.learner.observe(text, source=source)
         self.sources[source] = held
         self.totals = self.totals.after(seen, held.learner.totals.surprise)
+        held.tokens += seen.tokens
         if seen.updates:
-            self._keep_version(held, tokens=held.learner.totals.tokens, source=source)
+            self._keep_version(held, source=source)
         return seen
 
     def flush(self) -> Observation:
@@ -92,7 +97,7 @@ class GuardedLearner:
             seen = held.learner.flush()
             done = done.then(seen)
             if seen.updates:
-                self._keep_version(held, tokens=held.learner.totals.tokens, source=name)
+                self._keep_version(held, source=name)
         self.totals = self.totals.after(done, self.totals.surprise)
         return done
 
@@ -114,7 +119,7 @@ class GuardedLearner:
 
     def _keep_version(self, held: Source, **notes: Any) -> None:
         held.version += 1
-        held.versions[held.version] = held.branch.overlay(version=held.version, **notes)
+        held.versions[held.version] = held.branch.overlay(version=held.version, tokens=held.tokens, **notes)
         for old in sorted(held.versions)[: -self.config.keep_versions]:
             del held.versions[old]
 
@@ -179,7 +184,7 @@ class GuardedLearner:
             described[name] = {
                 "version": held.version, "kept": sorted(held.versions), "bytes": overlay.nbytes,
                 "patches": {layer: len(numbers) for layer, numbers in overlay.patches().items()},
-                "tokens": held.learner.totals.tokens,
+                "tokens": held.tokens,
             }  # fmt: skip
         return described
 
@@ -194,7 +199,7 @@ class GuardedLearner:
             raise ValueError(f"version {version} of {name!r} is not kept; there are {sorted(held.versions)}")
         held.branch.apply(held.versions[version])
         held.learner = self._teacher(held.branch)
-        held.version = version
+        held.version, held.tokens = version, int(held.versions[version].notes["tokens"])
         held.versions = {number: kept for number, kept in held.versions.items() if number <= version}
 
     def forget(self, source: str) -> str:
@@ -204,13 +209,15 @@ class GuardedLearner:
                 f"nothing is kept apart for {source!r}: either it taught nothing, or its overlay was "
                 f"consolidated into the base. Overlays: {sorted(self.sources)}"
             )
-        tokens = self.sources[source].learner.totals.tokens
+        tokens = self.sources[source].tokens
         self.drop(source)
         return f"removed everything that {tokens:,} tokens of {source!r} taught"
 
     def export(self, name: str, folder: str | Path) -> None:
         held = self.sources[self._known(name)]
-        notes = {"source": name, "version": held.version, "config": self.config.to_dict()}
+        notes = {
+            "source": name, "version": held.version, "tokens": held.tokens, "config": self.config.to_dict()
+        }  # fmt: skip
         held.branch.overlay(**notes).save(folder)
 
     def import_overlay(self, folder: str | Path, name: str) -> None:
@@ -218,7 +225,9 @@ class GuardedLearner:
         self._check_name(name)
         if name in self.sources:
             raise ValueError(f"there is an overlay {name!r} already; drop it first, or choose another name")
-        held = self._new_source(Overlay.load(folder, device=self.base.embedding.weight.device))
+        overlay = Overlay.load(folder, device=self.base.embedding.weight.device)
+        held = self._new_source(overlay)
+        held.tokens = whole_number(overlay.notes.get("tokens", 0))
         self._keep_version(held, source=name, imported=True)
         self.sources[name] = held
 
@@ -248,7 +257,9 @@ class GuardedLearner:
                 held.branch.overlay(source=name, version=held.version).save(partial / "overlays" / name)
                 for version, overlay in held.versions.items():
                     overlay.save(partial / "overlays" / name / f"version-{version}")
-                kept[name] = {"version": held.version, "versions": sorted(held.versions)}
+                kept[name] = {
+                    "version": held.version, "tokens": held.tokens, "versions": sorted(held.versions)
+                }  # fmt: skip
             state = {
                 "config": self.config.to_dict(), "sources": kept, "base": self.base_hash,
                 "notes": self.notes, "totals": dataclasses.asdict(self.totals),
@@ -284,8 +295,11 @@ class GuardedLearner:
                 learner._check_name(name)
                 place = found / "overlays" / name
                 held = learner._new_source(Overlay.load(place, device=device))
-                held.version = int(kept["version"])
-                held.versions = {int(v): Overlay.load(place / f"version-{int(v)}") for v in kept["versions"]}
+                held.version, held.tokens = whole_number(kept["version"]), whole_number(kept["tokens"])
+                held.versions = {
+                    version: Overlay.load(place / f"version-{version}")
+                    for version in map(whole_number, kept["versions"])
+                }
                 learner.sources[name] = held
             learner.notes, learner.totals = dict(state["notes"]), Totals.from_dict(state["totals"])
         except (LookupError, TypeError, AttributeError, ArithmeticError, json.JSONDecodeError) as error:
