@@ -1,7 +1,11 @@
 """Overlays: the base keeps its bytes, what changed is exactly what is kept, all of it can be taken back."""
 
+import copy
+import itertools
 import json
+import math
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -11,6 +15,7 @@ from attractor.continual.config import AllocationConfig, GuardConfig, LearnConfi
 from attractor.continual.guard import Guard
 from attractor.continual.guarded import GuardedLearner
 from attractor.continual.overlay import Branch, Overlay, fingerprint
+from attractor.data import Batches
 from attractor.evaluate import evaluate
 
 KINDS = {
@@ -229,3 +234,90 @@ def test_mistakes(tmp_path):
     with pytest.raises(ValueError, match="the same roles"):
         guarded()._new_source(whole.sources["web"].branch.overlay())
     assert fingerprint(model_of()) == fingerprint(model_of()) != fingerprint(model_of(1))
+
+
+def domain(number, count, seed=0):
+    """Texts that are easy to tell apart: each repeats words of its own, with some noise."""
+    generator = np.random.default_rng([number, seed])
+    words = np.random.default_rng(number).permutation(10)[:5].reshape(1, 5)
+    text = np.tile(words, (count // 5 + 1, 1)).ravel()[:count]
+    noise = generator.random(count) < 0.1
+    return np.where(noise, generator.integers(0, 10, count), text)
+
+
+@pytest.fixture(scope="module")
+def home():
+    """A small model that has learned domain 0."""
+    model = model_of()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for inputs, targets in itertools.islice(Batches(domain(0, 4000), 16, 8, 0), 150):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
+        optimizer.step()
+    return model
+
+
+def by_itself(model, archive=None, **options):
+    learn = LearnConfig(
+        budget=64, update=UpdateConfig(train=("decoders", "gates", "encoder"), learning_rate=1e-2)
+    )
+    settings = GuardConfig(
+        learn=learn, attention="whole", piece=100, patience=2, tolerance=0.3, **options
+    )
+    learner = GuardedLearner(copy.deepcopy(model), TOKENIZER, settings, archive=archive)
+    learner.calibrate(domain(0, 500, seed=9))
+    return learner
+
+
+def test_domains_are_found_without_labels(home, tmp_path):
+    """A, B, C, A, B: overlays open for B and C only, and B's is found again when B comes back."""
+    learner = by_itself(home)
+    before = {n: learner.perplexity(domain(n, 500, seed=5)) for n in (0, 1, 2)}
+    sources = []
+    for step, number in enumerate((0, 1, 2, 0, 1)):
+        for part in range(6):
+            seen = learner.observe(domain(number, 500, seed=10 * step + part + 20), source=None)
+        sources.append(seen.source)
+    assert sources == ["base", "domain-1", "domain-2", "base", "domain-1"]
+    assert learner.overlays().keys() == {"domain-1", "domain-2"}
+    after = {n: learner.perplexity(domain(n, 500, seed=5)) for n in (0, 1, 2)}
+    assert math.log(after[0] / before[0]) <= learner.guard.bound(8) / 8
+    assert after[1] < 0.7 * before[1]
+    assert after[2] < 0.7 * before[2]
+    learner.save(tmp_path / "saved")
+    loaded = GuardedLearner.load(tmp_path / "saved")
+    assert loaded.explained_by(domain(1, 100, seed=99)) == "domain-1"
+    assert loaded.explained_by(domain(0, 100, seed=99)) == "base"
+    assert loaded.explained_by(domain(3, 100, seed=99)) is None
+
+
+def test_a_single_odd_piece_opens_nothing(home):
+    learner = by_itself(home)
+    for number in (0, 1, 0, 2, 0, 3, 0):
+        learner.observe(domain(number, 100, seed=number + 40), source=None)
+    assert not learner.sources
+    assert learner.totals.tokens == 400  # the odd pieces taught nobody and are not counted as learned
+
+
+def test_overlays_that_make_room_are_archived(home, tmp_path):
+    learner = by_itself(home, archive=tmp_path / "archive", max_overlays=2)
+    for number in (1, 2, 3):
+        learner.observe(domain(number, 600), source=f"d{number}")
+    assert learner.sources.keys() == {"d2", "d3"}
+    learner.drop("d2")
+    learner.import_overlay(tmp_path / "archive" / "d1", "d1")
+    assert learner.overlays()["d1"]["tokens"] == 600
+    closed = by_itself(home, max_overlays=1)
+    closed.observe(domain(1, 100), source="d1")
+    with pytest.raises(ValueError, match="or give an archive"):
+        closed.observe(domain(2, 100), source="d2")
+    assert closed.sources.keys() == {"d1"}
+
+
+def test_unlabelled_texts_need_a_calibrated_base():
+    learner = guarded()
+    with pytest.raises(ValueError, match="call calibrate"):
+        learner.observe(stream(50), source=None)
+    learner.calibrate(stream(100))
+    with pytest.raises(ValueError, match="two tokens"):
+        learner.observe([1], source=None)

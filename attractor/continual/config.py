@@ -169,6 +169,12 @@ class GuardConfig(JSONConfig):
     """Every overlay costs a forward pass until the text has settled which one is right."""
     keep_versions: int = 16
     """How many versions of an overlay can be rolled back to."""
+    tolerance: float = 0.1
+    """Without labels: nats per token above what a path is used to that still make a text its own."""
+    piece: int = 1024
+    """Without labels: tokens that are judged at a time."""
+    patience: int = 3
+    """Without labels: pieces in a row that no path explains before a new overlay is opened for them."""
 
     def __post_init__(self) -> None:
         check_number("prior", self.prior, "a probability, 0 < prior < 1", lambda p: 0 < p < 1)
@@ -177,7 +183,8 @@ class GuardConfig(JSONConfig):
         check_probability("switch_rate", self.switch_rate)
         check_number("pause", self.pause, "a number of nats, 0 or more", lambda nats: nats >= 0)
         check_choice("attention", self.attention, get_args(AttentionName))
-        for name in ("attention_rank", "max_overlays", "keep_versions"):
+        check_number("tolerance", self.tolerance, "a number of nats, 0 or more", lambda nats: nats >= 0)
+        for name in ("attention_rank", "max_overlays", "keep_versions", "piece", "patience"):
             check_size(name, getattr(self, name))
         if self.pause and self.switch_rate:
             raise ValueError(f"pause={self.pause} needs switch_rate=0, not {self.switch_rate}: set one to 0")

@@ -25,10 +25,20 @@ class Surprise(NamedTuple):
     square: float = 0.0
     tokens: int = 0
 
+    @property
+    def deviation(self) -> float:
+        return math.sqrt(max(self.square - self.mean**2, 0.0))
+
     def limit(self, deviations: float) -> float:
-        if self.tokens < WARM_UP:
-            return math.inf
-        return self.mean + deviations * math.sqrt(max(self.square - self.mean**2, 0.0))
+        return self.mean + deviations * self.deviation if self.tokens >= WARM_UP else math.inf
+
+    @classmethod
+    def from_list(cls, values: list[float]) -> "Surprise":
+        """Out of a file; a ValueError or a TypeError if it is not one."""
+        mean, square, tokens = values
+        if not (math.isfinite(mean) and math.isfinite(square) and type(tokens) is int and tokens >= 0):
+            raise ValueError(f"{values} are not a mean, a mean square and a count")
+        return cls(float(mean), float(square), tokens)
 
     def after(self, losses: Tensor) -> "Surprise":
         if losses.numel() == 0:

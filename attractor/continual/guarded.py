@@ -10,7 +10,9 @@ learner.rollback("kjv", version=3); learner.drop("kjv"); learner.export("kjv", f
 """
 
 import dataclasses
+import itertools
 import json
+import logging
 import math
 import re
 from collections.abc import Mapping
@@ -20,18 +22,24 @@ from typing import Any, Self, cast
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from attractor.checkpoint import find_model, write_folder
 from attractor.continual.config import GuardConfig
+from attractor.continual.gates import Surprise
 from attractor.continual.guard import BASE, Guard
 from attractor.continual.learner import OnlineLearner, Text
 from attractor.continual.lesson import Observation, Totals, whole_number
 from attractor.continual.overlay import Branch, Overlay, fingerprint
+from attractor.data import windows
 from attractor.evaluate import autocast, evaluate, perplexity
 from attractor.generate import generate
+from attractor.layer import mode
 from attractor.model import GPT
 from attractor.tokenizer import Tokenizer
 from attractor.tokenizer import load as load_tokenizer
+
+log = logging.getLogger("attractor")
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
@@ -43,8 +51,15 @@ class Source:
     branch: Branch
     learner: OnlineLearner
     tokens: int = 0
+    last_used: int = 0  # when it last learned, in tokens of the learner's life
     version: int = 0
     versions: dict[int, Overlay] = dataclasses.field(default_factory=dict)
+    before: Surprise = dataclasses.field(default_factory=Surprise)  # what it was used to when it was loaded
+
+    @property
+    def usual(self) -> Surprise:
+        """Losses before learning, over the last part of its stream."""
+        return self.learner.totals.surprise if self.learner.totals.surprise.tokens else self.before
 
 
 class GuardedLearner:
@@ -54,8 +69,10 @@ class GuardedLearner:
         tokenizer: Tokenizer | None = None,
         config: GuardConfig | None = None,
         *,
+        archive: str | Path | None = None,
         precision: str = "auto",
     ) -> None:
+        """`archive` is where overlays go that have to make room for new ones."""
         if not model.apn_layers():
             raise ValueError("the model has no APN layers; there are no patches to lay over")
         self.base, self.tokenizer, self.config = model, tokenizer, config or GuardConfig()
@@ -65,6 +82,9 @@ class GuardedLearner:
         self.sources: dict[str, Source] = {}
         self.totals = Totals()
         self.notes: dict[str, Any] = {}  # whoever feeds the stream may keep its own place here
+        self.archive = None if archive is None else Path(archive)
+        self.usual = Surprise()  # what the base is used to, for texts without labels
+        self.unclaimed: list[np.ndarray] = []  # pieces in a row that no path explains
 
     @property
     def budget(self) -> int:
@@ -72,23 +92,115 @@ class GuardedLearner:
 
     # --- learning
 
-    def observe(self, text: Text, source: str = "default") -> Observation:
-        """Teach the overlay of this source, which is made on first use. The loss is that of its own path."""
+    def observe(self, text: Text, source: str | None = "default") -> Observation:
+        """Teach the overlay of this source, which is made on first use. The loss is that of its own path.
+
+        With source=None the text decides, piece by piece: the path that explains a piece learns it (the base
+        learns nothing), and when none does for a while, a new overlay is opened for those pieces. What a path
+        explains is what it predicts no worse than it is used to; `calibrate` tells what the base is used to.
+        """
+        if source is None:
+            return self._observe_unlabelled(self._tokens(text))
+        held = self.sources.get(source) or self._open(source)
         is_new = source not in self.sources
-        if is_new:
-            self._check_name(source)
-            if len(self.sources) >= self.config.max_overlays:
-                raise ValueError(
-                    f"there are {len(self.sources)} overlays, as many as max_overlays allows: drop one first"
-                )
-        held = self._new_source() if is_new else self.sources[source]
         seen = held.learner.observe(text, source=source)
-        self.sources[source] = held
+        if is_new:
+            self._make_room()
+            self.sources[source] = held
         self.totals = self.totals.after(seen, held.learner.totals.surprise)
         held.tokens += seen.tokens
+        held.last_used = self.totals.tokens
         if seen.updates:
             self._keep_version(held, source=source)
         return seen
+
+    def calibrate(self, text: Text) -> float:
+        """What the base is used to: its losses on a text of its own domain. Returns their mean."""
+        self.usual = Surprise().after(self._losses(self.base, self._tokens(text)))
+        return self.usual.mean
+
+    def _observe_unlabelled(self, tokens: np.ndarray) -> Observation:
+        if not self.usual.tokens:
+            raise ValueError("without a source the base must know its own domain: call calibrate(text) first")
+        if len(tokens) < 2:
+            raise ValueError("a text without a source needs two tokens or more: the first is not predicted")
+        done = Observation()
+        for piece in np.array_split(tokens, -(-len(tokens) // self.config.piece)):
+            owner = self.explained_by(piece) if len(piece) > 1 else None
+            if owner == BASE:
+                self.unclaimed = []
+                losses = self._losses(self.base, piece)
+                seen = Observation(len(piece), float(losses.double().sum()), len(losses), source=BASE)
+                self.totals = self.totals.after(seen, self.totals.surprise)
+                done = done.then(seen)
+            elif owner is not None:
+                self.unclaimed = []
+                done = done.then(self.observe(piece, source=owner))
+            else:
+                self.unclaimed.append(piece)
+                if len(self.unclaimed) >= self.config.patience:
+                    waiting, self.unclaimed = self.unclaimed, []
+                    name = self._new_name()
+                    log.info("nothing known explains the text: overlay %r is opened for it", name)
+                    for part in waiting:
+                        done = done.then(self.observe(part, source=name))
+        return done
+
+    def explained_by(self, text: Text) -> str | None:
+        """The path that predicts a text best, of those that predict it no worse than they are used to.
+
+        Worse is a mean loss above the usual one by more than the tolerance and three standard errors.
+        """
+        tokens, known = self._tokens(text), {name: held.usual for name, held in self.sources.items()}
+        explaining = {}
+        for name, usual in ({BASE: self.usual} | known).items():
+            losses = self._losses(self._path(name), tokens)
+            error = usual.deviation / math.sqrt(len(losses))
+            if usual.tokens and float(losses.mean()) <= usual.mean + self.config.tolerance + 3 * error:
+                explaining[name] = float(losses.mean())
+        return min(explaining, key=lambda name: explaining[name]) if explaining else None
+
+    def _path(self, name: str) -> GPT:
+        return self.base if name == BASE else self.sources[name].branch.model
+
+    @torch.no_grad()
+    def _losses(self, path: GPT, tokens: np.ndarray) -> Tensor:
+        """Of every token but the first, in windows of the context."""
+        device, found = self.base.embedding.weight.device, []
+        with mode(path, training=False):
+            for inputs, targets, _ in windows(tokens, path.config.context, 64):
+                with autocast(device, self.precision):
+                    logits = path(inputs.to(device)).flatten(0, 1)
+                found.append(F.cross_entropy(logits.float(), targets.to(device).flatten(), reduction="none"))
+        return torch.cat(found)
+
+    def _new_name(self) -> str:
+        archived = self.archive.iterdir() if self.archive is not None and self.archive.is_dir() else ()
+        used = {*self.sources, *(folder.name for folder in archived)}
+        return next(name for n in itertools.count(1) if (name := f"domain-{n}") not in used)
+
+    def _open(self, source: str) -> Source:
+        """A new source, not yet one of ours."""
+        self._check_name(source)
+        if len(self.sources) >= self.config.max_overlays and self.archive is None:
+            raise ValueError(
+                f"there are {len(self.sources)} overlays, as many as max_overlays allows: drop one first, or "
+                "give an archive"
+            )
+        return self._new_source()
+
+    def _make_room(self) -> None:
+        """The overlay that was not used for longest goes to the archive; nothing is lost."""
+        if len(self.sources) < self.config.max_overlays:
+            return
+        assert self.archive is not None, "checked when the overlay was opened"
+        oldest = min(self.sources, key=lambda name: self.sources[name].last_used)
+        place = self.archive / oldest
+        if place.exists():
+            raise ValueError(f"{place} is taken: the archive has an overlay {oldest!r} already")
+        self.export(oldest, place)
+        self.drop(oldest)
+        log.info("overlay %r went to %s to make room", oldest, place)
 
     def flush(self) -> Observation:
         """Learn from the tokens of every source that wait for the next update."""
@@ -198,6 +310,7 @@ class GuardedLearner:
         if version not in held.versions:
             raise ValueError(f"version {version} of {name!r} is not kept; there are {sorted(held.versions)}")
         held.branch.apply(held.versions[version])
+        held.before = held.usual
         held.learner = self._teacher(held.branch)
         held.version, held.tokens = version, int(held.versions[version].notes["tokens"])
         held.versions = {number: kept for number, kept in held.versions.items() if number <= version}
@@ -258,11 +371,13 @@ class GuardedLearner:
                 for version, overlay in held.versions.items():
                     overlay.save(partial / "overlays" / name / f"version-{version}")
                 kept[name] = {
-                    "version": held.version, "tokens": held.tokens, "versions": sorted(held.versions)
+                    "version": held.version, "tokens": held.tokens, "versions": sorted(held.versions),
+                    "last_used": held.last_used, "usual": list(held.usual),
                 }  # fmt: skip
             state = {
                 "config": self.config.to_dict(), "sources": kept, "base": self.base_hash,
-                "notes": self.notes, "totals": dataclasses.asdict(self.totals),
+                "notes": self.notes, "totals": dataclasses.asdict(self.totals), "usual": list(self.usual),
+                "unclaimed": [piece.tolist() for piece in self.unclaimed],
             }  # fmt: skip
             (partial / "guard.json").write_text(json.dumps(state, indent=2))
 
@@ -274,6 +389,7 @@ class GuardedLearner:
         folder: str | Path,
         config: GuardConfig | None = None,
         *,
+        archive: str | Path | None = None,
         device: torch.device | str = "cpu",
         precision: str = "auto",
     ) -> Self:
@@ -283,12 +399,11 @@ class GuardedLearner:
         tokenizer_file = found / "tokenizer.json"
         tokenizer = load_tokenizer(tokenizer_file) if tokenizer_file.is_file() else None
         if not (found / "guard.json").is_file():
-            return cls(model, tokenizer, config, precision=precision)
+            return cls(model, tokenizer, config, archive=archive, precision=precision)
         try:
             state = json.loads((found / "guard.json").read_text())
-            learner = cls(
-                model, tokenizer, config or GuardConfig.from_dict(state["config"]), precision=precision
-            )
+            config = config or GuardConfig.from_dict(state["config"])
+            learner = cls(model, tokenizer, config, archive=archive, precision=precision)
             if learner.base_hash != state["base"]:
                 raise ValueError("the base is not the one these overlays were made over")
             for name, kept in cast(Mapping[str, Any], state["sources"]).items():
@@ -296,12 +411,16 @@ class GuardedLearner:
                 place = found / "overlays" / name
                 held = learner._new_source(Overlay.load(place, device=device))
                 held.version, held.tokens = whole_number(kept["version"]), whole_number(kept["tokens"])
+                held.last_used = whole_number(kept["last_used"])
+                held.before = Surprise.from_list(kept["usual"])
                 held.versions = {
                     version: Overlay.load(place / f"version-{version}")
                     for version in map(whole_number, kept["versions"])
                 }
                 learner.sources[name] = held
             learner.notes, learner.totals = dict(state["notes"]), Totals.from_dict(state["totals"])
+            learner.usual = Surprise.from_list(state["usual"])
+            learner.unclaimed = [learner._tokens(piece) for piece in state["unclaimed"]]
         except (LookupError, TypeError, AttributeError, ArithmeticError, json.JSONDecodeError) as error:
             raise ValueError(f"{found} holds a damaged guarded learner: {error!r}") from error
         return learner

@@ -104,12 +104,11 @@ class Totals:
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
         """What `dataclasses.asdict` made, from a file that anybody may have written."""
-        mean, square, tokens = fields["surprise"]
         counts = ("tokens", "scored", "taught", "updates", "allocations")
         return cls(
             **{name: whole_number(fields[name]) for name in counts},
             held_back={str(name): whole_number(count) for name, count in fields["held_back"].items()},
-            surprise=Surprise(float(mean), float(square), whole_number(tokens)),
+            surprise=Surprise.from_list(fields["surprise"]),
         )
 
 

@@ -100,11 +100,13 @@ def plot(values: dict[str, Any], path: Path) -> None:
             numbers = own[layer]
             left.step(range(len(order)), np.array(numbers["usage"])[order], where="mid", label=name)
             shares = numbers["overlap_histogram"]
-            right.bar(np.arange(len(shares)) + number * width, shares, width, label=name)
+            places = np.arange(len(shares)) + (number - (len(texts) - 1) / 2) * width
+            right.bar(places, shares, width, label=name)
         left.axhline(1 / len(order), color="grey", linewidth=0.6, linestyle=":")
         left.set_ylabel(f"layer {layer}")
         left.margins(x=0.01)
         right.set_ylim(0, 1)
+        right.set_xticks(range(len(shares)))
     axes[0, 0].set_title("share of selections, patches busiest first")
     axes[0, 1].set_title("share of token pairs by patches in common")
     axes[0, 0].legend(frameon=False, fontsize="small")
