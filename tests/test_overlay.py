@@ -261,9 +261,7 @@ def by_itself(model, archive=None, **options):
     learn = LearnConfig(
         budget=64, update=UpdateConfig(train=("decoders", "gates", "encoder"), learning_rate=1e-2)
     )
-    settings = GuardConfig(
-        learn=learn, attention="whole", piece=100, patience=2, tolerance=0.3, **options
-    )
+    settings = GuardConfig(learn=learn, attention="whole", piece=100, patience=2, tolerance=0.3, **options)
     learner = GuardedLearner(copy.deepcopy(model), TOKENIZER, settings, archive=archive)
     learner.calibrate(domain(0, 500, seed=9))
     return learner
@@ -321,3 +319,61 @@ def test_unlabelled_texts_need_a_calibrated_base():
     learner.calibrate(stream(100))
     with pytest.raises(ValueError, match="two tokens"):
         learner.observe([1], source=None)
+
+
+@pytest.mark.parametrize("kind", ["patches", "encoder", "prototypes", "whole attention", "low rank", "grown"])
+def test_consolidation(kind, tmp_path):
+    """The base becomes the path; everything else predicts as before; and it can be taken back."""
+    alone = kind in ("low rank", "grown")
+    learner = guarded(kind)
+    learner.observe(stream(120), source="web")
+    if not alone:
+        learner.observe(stream(90, seed=1), source="mail")
+    learner.flush()
+    text, tokens = stream(64, seed=5), torch.from_numpy(stream(8))[None]
+    before, base = learner.perplexity(text), weights(learner.base)
+    expected = learner.sources["web"].branch.model.eval()(tokens)
+    others = {} if alone else {"mail": learner.sources["mail"].branch.model.eval()(tokens)}
+    pending = learner.consolidate("web", {"old": text}, tolerance=10.0)
+    torch.testing.assert_close(learner.base(tokens), expected, rtol=1e-5, atol=1e-5)
+    assert pending.figures.keys() == {"old"}
+    assert learner.sources.keys() == others.keys()
+    for name, logits in others.items():
+        assert torch.equal(learner.sources[name].branch.model.eval()(tokens), logits)
+        assert learner.sources[name].branch.overlay().base == learner.base_hash
+    with pytest.raises(ValueError, match="before saving"):
+        learner.save(tmp_path / "saved")
+    with pytest.raises(ValueError, match="a consolidation waits"):
+        learner.consolidate("mail", {"old": text})
+    with pytest.raises(ValueError, match="nothing is kept apart for 'web'"):
+        learner.forget("web")
+    pending.revert()
+    assert same(weights(learner.base), base)
+    assert learner.perplexity(text) == before
+    with pytest.raises(ValueError, match="already"):
+        pending.confirm()
+    learner.consolidate("web", {"old": text}, tolerance=10.0).confirm()
+    learner.observe(stream(40, seed=8), source="more")
+    learner.save(tmp_path / "saved")
+    loaded = GuardedLearner.load(tmp_path / "saved")
+    assert loaded.perplexity(text) == learner.perplexity(text)
+
+
+def test_consolidation_is_refused_where_it_hurts(home):
+    learner = by_itself(home)
+    learner.observe(domain(1, 3000), source="d1")
+    base = weights(learner.base)
+    with pytest.raises(ValueError, match=r"stays an overlay: more than 0\.3 % worse on home"):
+        learner.consolidate("d1", {"home": domain(0, 500)})
+    assert same(weights(learner.base), base)
+    assert "d1" in learner.sources
+    with pytest.raises(ValueError, match="without canaries"):
+        learner.consolidate("d1", {})
+    with pytest.raises(ValueError, match="there is no overlay 'd9'"):
+        learner.consolidate("d9", {"home": domain(0, 500)})
+    learner.consolidate("d1", {"its own": domain(1, 500)}).confirm()  # nobody was asked about home
+    low = guarded("low rank")
+    low.observe(stream(50), source="a")
+    low.observe(stream(50), source="b")
+    with pytest.raises(ValueError, match="drop or export them first"):
+        low.consolidate("a", {"x": stream(50)}, tolerance=10.0)

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from attractor.checkpoint import find_model, write_folder
 from attractor.continual.config import GuardConfig
+from attractor.continual.consolidate import Consolidation, consolidate
 from attractor.continual.gates import Surprise
 from attractor.continual.guard import BASE, Guard
 from attractor.continual.learner import OnlineLearner, Text
@@ -85,6 +86,7 @@ class GuardedLearner:
         self.archive = None if archive is None else Path(archive)
         self.usual = Surprise()  # what the base is used to, for texts without labels
         self.unclaimed: list[np.ndarray] = []  # pieces in a row that no path explains
+        self.consolidation: Consolidation | None = None  # that waits to be confirmed or reverted
 
     @property
     def budget(self) -> int:
@@ -315,6 +317,10 @@ class GuardedLearner:
         held.version, held.tokens = version, int(held.versions[version].notes["tokens"])
         held.versions = {number: kept for number, kept in held.versions.items() if number <= version}
 
+    def consolidate(self, name: str, canaries: Mapping[str, Text], tolerance: float = 0.003) -> Consolidation:
+        """Make the path of an overlay the base, if no canary suffers; to be confirmed or reverted."""
+        return consolidate(self, name, canaries, tolerance)
+
     def forget(self, source: str) -> str:
         """Remove what a source taught; says what was removed. Exact, because nothing else wrote there."""
         if source not in self.sources:
@@ -359,6 +365,8 @@ class GuardedLearner:
 
     def save(self, folder: str | Path) -> None:
         """The base, and for every overlay its versions; loading gives the same predictions to the bit."""
+        if self.consolidation is not None:
+            raise ValueError("a consolidation waits: confirm or revert it before saving")
         self.flush()
 
         def fill(partial: Path) -> None:
