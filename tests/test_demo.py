@@ -127,7 +127,7 @@ def test_what_models_write_stays_text(finished):
 def test_the_table_says_what_the_json_says(finished):
     out, result = finished
     cells = Page((out / "report.html").read_text()).texts["td"]
-    assert all(cell in demo.table(result) for cell in cells)
+    assert all(cell in demo.table(result) + demo.adaptation_table(result) for cell in cells)
     table = [[float(cell.replace(",", "")) for cell in cells[start : start + 3]] for start in range(0, 18, 3)]
     dense, apn = json.loads((out / "demo.json").read_text())["rows"].values()
     for line, name in zip(
@@ -193,7 +193,7 @@ def test_a_second_run_trains_nothing(finished, dataset):
     before = (out / "apn" / "metrics.jsonl").read_bytes()
     records = []
     second = run(out, dataset, report=records.append)
-    assert [record["done"] for record in records] == [STEPS, 2 * STEPS, 2 * STEPS]
+    assert [record["done"] for record in records] == [STEPS, *[2 * STEPS] * 3]
     assert [record["doing"] for record in records[:2]] == ["training Dense", "training APN"]
     assert (out / "apn" / "metrics.jsonl").read_bytes() == before
     for row in (*first["rows"].values(), *second["rows"].values()):
@@ -223,3 +223,21 @@ def test_mistakes_are_told_before_any_training(finished, dataset, tmp_path):
     assert not (tmp_path / "new").exists()
     with pytest.raises(ValueError, match=r"trained with other settings; remove .* or choose another folder"):
         run(finished[0], dataset, steps=STEPS + 1)
+
+
+def test_both_learn_something_new(finished):
+    _, result = finished
+    adapted = result["adaptation"]
+    assert adapted["tokens"] == 100 * STEPS
+    rows = adapted["rows"]
+    assert rows.keys() == {"Dense, fine-tuned", "APN, overlay alone", "APN, guarded"}
+    guarded, alone, most = rows["APN, guarded"], rows["APN, overlay alone"], adapted["bound"] * (1 + 1e-6)
+    assert guarded["old"][0] == alone["old"][0] == result["rows"]["apn"]["val_ppl"]
+    assert guarded["old"][1] <= most * guarded["old"][0]
+    assert guarded["new"][1] <= most * alone["new"][1]
+    assert all(len(row["new"]) == 2 for row in rows.values())
+    shown = demo.adaptation_table(result)
+    for name, row in rows.items():
+        line = next(line for line in shown.splitlines() if line.startswith(name))
+        assert f"{row['old'][1]:.2f}" in line
+        assert f"{row['new'][1]:.2f}" in line

@@ -12,7 +12,7 @@ from attractor.experiments import demo, table1, table2
 
 @dataclass(kw_only=True)
 class Demo:
-    """Train a tiny dense and a tiny APN model and write a report: two to three minutes on two CPU cores."""
+    """Train a tiny dense and a tiny APN model, teach both something new, write a report: three minutes."""
 
     out: Path = Path("runs/demo")
     """Gets demo.json, report.html and both runs; a demo that was stopped goes on from there."""
@@ -27,7 +27,8 @@ class Demo:
         dataset = dataset_of(presets.tiny_apn())
         with progress_bar(len(demo.MODELS) * self.steps, "demo") as report:
             result = demo.run(self.out, dataset, steps=self.steps, device=self.device, report=report)
-        print(demo.table(result), demo.routing_table(result), demo.samples(result), sep="\n\n")
+        parts = (demo.table, demo.routing_table, demo.adaptation_table, demo.samples)
+        print(*(part(result) for part in parts), sep="\n\n")
         print(f"\nThe report, with curves and charts: {(self.out / 'report.html').resolve().as_uri()}")
 
 

@@ -5,7 +5,7 @@
     pending.revert() or pending.confirm()
 
 The criterion: alone, without a guard, the path of the overlay may predict no canary worse than the base by
-more than the tolerance. After that the base is what the path was; other overlays keep their predictions to the
+more than the tolerance. After that the base is what the path was; other overlays predict as before, to the
 bit, as what differs from the new base. Tokens that wait for an update are learned from first.
 """
 

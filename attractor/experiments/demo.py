@@ -1,14 +1,15 @@
-"""What `make demo` shows: a dense and an APN model of the same shape learn alike, and a report compares them.
+"""What `make demo` shows: a dense and an APN model of the same shape learn alike, then learn something new.
 
 attractor demo      two to three minutes on two CPU cores; then open runs/demo/report.html
 """
 
+import copy
 import dataclasses
 import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -17,9 +18,12 @@ from torch import Tensor
 from attractor import monitor, presets
 from attractor.checkpoint import find_model, read_metrics
 from attractor.config import RunConfig
-from attractor.data import Dataset
-from attractor.evaluate import routing
-from attractor.experiments.report import TITLES, comparison, render, specialists, verdict
+from attractor.continual.baselines import FineTune
+from attractor.continual.config import GuardConfig, LearnConfig, UpdateConfig
+from attractor.continual.guarded import GuardedLearner
+from attractor.data import Dataset, read_text, windows
+from attractor.evaluate import evaluate, routing
+from attractor.experiments.report import TITLES, comparison, learned, render, specialists, verdict
 from attractor.experiments.result import write_result
 from attractor.experiments.table1 import train_and_measure
 from attractor.generate import generate
@@ -30,6 +34,10 @@ MODELS = ("dense", "apn")
 STEPS = 600
 PROMPT = "ROMEO:"
 SAMPLING: dict[str, Any] = {"max_tokens": 400, "temperature": 0.8, "seed": 1337}
+
+
+NEW_DOMAIN, RATE = "paper-shift", 5e-4
+"""What both learn afterwards, as a stream, and at which rate."""
 
 
 def run_config(model: str, steps: int, vocab_size: int) -> RunConfig:
@@ -69,8 +77,10 @@ def run(
             report({**record, "doing": doing, "done": before + record["step"]})
 
         rows[model] = train_and_measure(config, dataset, out / model, device=device, report=report_one)
-    report({"step": steps, "doing": "reading and writing", "done": len(rows) * steps})
     models = {name: GPT.from_pretrained(find_model(out / name)) for name in MODELS}
+    report({"step": steps, "doing": "learning something new", "done": len(rows) * steps})
+    adapted = adaptation(models, dataset, tokens=100 * steps)
+    report({"step": steps, "doing": "reading and writing", "done": len(rows) * steps})
     described = ("source", "sha256", "tokenizer", "train_tokens", "val_tokens")
     values = {
         "experiment": "demo",
@@ -78,6 +88,7 @@ def run(
         "data": {name: dataset.meta[name] for name in described},
         "rows": rows,
         "routing": routing_health(models["apn"], dataset),
+        "adaptation": adapted,
         "sampling": {"prompt": prompt, **SAMPLING},
         "samples": {name: continued(prompt, model, dataset) for name, model in models.items()},
     }
@@ -86,6 +97,41 @@ def run(
     page = render(result, {model: read_metrics(out / model / "metrics.jsonl") for model in MODELS})
     (out / "report.html").write_text(page, encoding="utf-8")
     return result
+
+
+def adaptation(models: dict[str, GPT], dataset: Dataset, tokens: int) -> dict[str, Any]:
+    """Both learn a second domain from one pass over a stream; how well do they predict the old and the new?
+
+    The dense model is fine-tuned, all of it. The APN model learns in an overlay: measured alone, and guarded.
+    """
+    text, _ = dataset.tokenizer.encode_known(read_text(NEW_DOMAIN))
+    held_out = len(text) // 10
+    stream, new = text[: min(tokens, len(text) - held_out)], text[-held_out:]
+    dense = FineTune(copy.deepcopy(models["dense"]), learning_rate=RATE)
+    for inputs, targets, _ in windows(stream, dense.model.config.context, 16):
+        dense.step(inputs, targets)
+    update = UpdateConfig(train=("decoders", "gates", "encoder"), learning_rate=RATE)
+    learner = GuardedLearner(models["apn"], config=GuardConfig(learn=LearnConfig(update=update)))
+    learner.observe(stream, source="new")
+    learner.flush()
+    ways = {
+        "Dense, fine-tuned": (models["dense"], dense.model),
+        "APN, overlay alone": (models["apn"], learner.sources["new"].branch.model),
+        "APN, guarded": (models["apn"], cast(GPT, learner.guard)),
+    }
+    domains = {"old": np.asarray(dataset.val), "new": new}
+    rows = {
+        name: {
+            domain: [math.exp(evaluate(model, tokens)) for model in (before, after)]
+            for domain, tokens in domains.items()
+        }
+        for name, (before, after) in ways.items()
+    }
+    context = models["apn"].config.context
+    return {
+        "source": NEW_DOMAIN, "tokens": len(stream), "learning_rate": RATE, "rows": rows,
+        "bound": math.exp(learner.guard.bound(context) / context), "overlay": learner.overlays()["new"],
+    }  # fmt: skip
 
 
 def check_unchanged(folder: Path, config: RunConfig) -> None:
@@ -148,6 +194,15 @@ def table(result: dict[str, Any]) -> str:
         for name, dense, apn, ratio in comparison(result["rows"])
     ]
     return "\n".join(lines)
+
+
+def adaptation_table(result: dict[str, Any]) -> str:
+    head = ("perplexity", ["old: before", "after"], "", ["new: before", "after"])
+    lines = [
+        f"{name:22s} {old[0]:>12s} {old[1]:>8s} {rise:>9s} {new[0]:>12s} {new[1]:>8s}"
+        for name, old, rise, new in [head, *learned(result["adaptation"])]
+    ]
+    return "\n".join([*lines, f"(the guard's bound: {100 * (result['adaptation']['bound'] - 1):+.2f} %)"])
 
 
 def routing_table(result: dict[str, Any]) -> str:

@@ -133,6 +133,7 @@ most {1 / apn["temperature"]:.1f}. Update size is the mean length of what the la
 the stream it is added to. Specialists are the three patches most devoted to a single token, among those with
 1% of the selections or more.</p>
 
+{_adaptation(result["adaptation"])}
 <h2>What they write</h2>
 <p>Both models continue <b>{escape(result["sampling"]["prompt"])}</b> with the same random numbers
 (temperature {result["sampling"]["temperature"]}, seed {result["sampling"]["seed"]}).</p>
@@ -159,6 +160,39 @@ def comparison(rows: dict[str, Row]) -> list[tuple[str, str, str, str]]:
         ("Training time, dense = 1", "1.00", time, time),
         line("Tokens per second in training", "tokens_per_second"),
     ]
+
+
+def learned(adaptation: dict[str, Any]) -> list[tuple[str, list[str], str, list[str]]]:
+    """Way, the old text's perplexity before and after, how much it rose, and the new text's."""
+    lines = []
+    for name, row in adaptation["rows"].items():
+        rise = f"{100 * (row['old'][1] / row['old'][0] - 1):+.1f} %"
+        lines.append((name, [f"{v:.2f}" for v in row["old"]], rise, [f"{v:.2f}" for v in row["new"]]))
+    return lines
+
+
+def _adaptation(adaptation: dict[str, Any]) -> str:
+    body = "".join(
+        f'<tr><th scope="row">{escape(name)}</th><td>{old[0]}</td><td>{old[1]}</td>'
+        f'<td class="muted">{rise}</td><td>{new[0]}</td><td>{new[1]}</td></tr>\n'
+        for name, old, rise, new in learned(adaptation)
+    )
+    overlay = adaptation["overlay"]
+    return f"""<h2>Learning something new while running</h2>
+<p>Then both read {adaptation["tokens"]:,} tokens of another domain ({escape(adaptation["source"])}),
+once, and learned from them as they came. The dense model changes all of its weights. The APN model leaves its
+own as they are and learns in an <b>overlay</b> of {sum(overlay["patches"].values())} patches
+({overlay["bytes"]:,} bytes); the <b>guard</b> mixes both by how well each predicts the text at hand.</p>
+<table>
+<thead><tr><th>Perplexity</th><th>old text, before</th><th>after</th><th></th><th>new text, before</th>
+<th>after</th></tr></thead>
+<tbody>
+{body}</tbody>
+</table>
+<p class="muted">Whatever was learned, the guard cannot raise the perplexity of any text by more than
+{100 * (adaptation["bound"] - 1):.2f} % over the untouched model: one bit in a window. Both learn at the same
+rate ({adaptation["learning_rate"]:g}), which is not tuned.</p>
+"""
 
 
 def verdict(layer: dict[str, Any]) -> tuple[str, str]:
