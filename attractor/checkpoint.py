@@ -28,6 +28,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from attractor.distributed import World
+from attractor.model import GPT
+from attractor.tokenizer import Tokenizer, load
 
 log = logging.getLogger("attractor")
 
@@ -126,6 +128,13 @@ def find_model(path: str | Path) -> Path:
     if newest is None:
         raise ValueError(f"{path} holds neither a saved model nor the checkpoints of a run")
     return newest
+
+
+def load_model(path: str | Path, *, device: torch.device | str = "cpu") -> tuple[Path, GPT, Tokenizer | None]:
+    """Where a run, a checkpoint or a saved model was found, the model, and its tokenizer if it has one."""
+    folder = find_model(path)
+    tokens = folder / "tokenizer.json"
+    return folder, GPT.from_pretrained(folder, device=device), load(tokens) if tokens.is_file() else None
 
 
 State = dict[str, Any]

@@ -222,7 +222,7 @@ def test_mistakes(tmp_path):
     for act in (learner.drop, lambda n: learner.rollback(n, 1), lambda n: learner.export(n, tmp_path / "x")):
         with pytest.raises(ValueError, match="there is no overlay 'nobody'"):
             act("nobody")
-    with pytest.raises(ValueError, match="not an empty one"):
+    with pytest.raises(ValueError, match="the text is empty"):
         learner.perplexity([])
     for wrong in ({"prior": 1.0}, {"pause": 0.1, "switch_rate": 0.1}, {"attention": "some"}, {"window": 0}):
         with pytest.raises(ValueError):

@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attractor.checkpoint import find_model, write_folder
+from attractor.checkpoint import load_model, write_folder
 from attractor.continual.config import GuardConfig
 from attractor.continual.consolidate import Consolidation, consolidate
 from attractor.continual.gates import Surprise
 from attractor.continual.guard import BASE, Guard
-from attractor.continual.learner import OnlineLearner, Text
-from attractor.continual.lesson import Observation, Totals, whole_number
+from attractor.continual.learner import OnlineLearner
+from attractor.continual.lesson import Observation, Text, Totals, tokens_of, whole_number
 from attractor.continual.overlay import Branch, Overlay, fingerprint
 from attractor.data import windows
 from attractor.evaluate import autocast, evaluate, perplexity
@@ -38,7 +38,6 @@ from attractor.generate import generate
 from attractor.layer import mode
 from attractor.model import GPT
 from attractor.tokenizer import Tokenizer
-from attractor.tokenizer import load as load_tokenizer
 
 log = logging.getLogger("attractor")
 
@@ -260,7 +259,7 @@ class GuardedLearner:
     def generate(self, prompt: str, **options: Any) -> str:
         tokens = torch.from_numpy(self._tokens(prompt))[None].to(self.base.embedding.weight.device)
         written = generate(cast(GPT, self.guard), tokens, **options)
-        return self._tokenizer().decode(tokens[0].tolist() + [int(token) for token in written])
+        return cast(Tokenizer, self.tokenizer).decode(tokens[0].tolist() + [int(token) for token in written])
 
     def posterior(self, text: Text) -> dict[str, float]:
         """How much each path counts after the last tokens of a text, as many as the context holds."""
@@ -402,10 +401,7 @@ class GuardedLearner:
         precision: str = "auto",
     ) -> Self:
         """A saved learner with its overlays, or a run or a model to start from."""
-        found = find_model(folder)
-        model = GPT.from_pretrained(found, device=device)
-        tokenizer_file = found / "tokenizer.json"
-        tokenizer = load_tokenizer(tokenizer_file) if tokenizer_file.is_file() else None
+        found, model, tokenizer = load_model(folder, device=device)
         if not (found / "guard.json").is_file():
             return cls(model, tokenizer, config, archive=archive, precision=precision)
         try:
@@ -433,18 +429,6 @@ class GuardedLearner:
             raise ValueError(f"{found} holds a damaged guarded learner: {error!r}") from error
         return learner
 
-    # --- what people give us
-
     def _tokens(self, text: Text) -> np.ndarray:
-        if isinstance(text, str):
-            text = self._tokenizer().encode(text)
-        tokens = np.asarray(text.cpu() if isinstance(text, Tensor) else text).astype(np.int64)
-        vocabulary = self.base.config.vocab_size
-        if tokens.ndim != 1 or not len(tokens) or tokens.min() < 0 or tokens.max() >= vocabulary:
-            raise ValueError(f"expected a sequence of ids, 0 to {vocabulary - 1}, and not an empty one")
-        return tokens
-
-    def _tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise ValueError("this learner has no tokenizer: give tokens instead of text")
-        return self.tokenizer
+        most = self.config.learn.max_observation
+        return tokens_of(text, self.tokenizer, self.base.config.vocab_size, most)

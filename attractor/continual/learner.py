@@ -13,10 +13,10 @@ depend on the length of the stream. A step that fails leaves model, optimizer an
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, Self, cast, get_args
 
 import numpy as np
 import torch
@@ -26,13 +26,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attractor import monitor, ops
-from attractor.checkpoint import find_model, write_folder
+from attractor.checkpoint import load_model, write_folder
 from attractor.config import PrecisionName, check_choice
 from attractor.continual.allocate import Allocator, Habits
 from attractor.continual.baselines.baseline import check_batch
 from attractor.continual.config import LearnConfig
 from attractor.continual.gates import Surprise, admit
-from attractor.continual.lesson import Lesson, Observation, Totals, contiguous_windows, whole_number
+from attractor.continual.lesson import (
+    Lesson,
+    Observation,
+    Text,
+    Totals,
+    contiguous_windows,
+    tokens_of,
+    whole_number,
+)
 from attractor.continual.update import (
     LocalUpdate,
     NotFiniteUpdate,
@@ -49,12 +57,9 @@ from attractor.generate import generate
 from attractor.layer import APN, RoutingStats, mode
 from attractor.model import GPT
 from attractor.tokenizer import Tokenizer
-from attractor.tokenizer import load as load_tokenizer
 
 TOKENS_PER_PASS = 16_384
 """Longer blocks are scored in several passes: memory stays constant."""
-
-Text = str | Sequence[int] | np.ndarray | Tensor
 
 
 class OnlineLearner:
@@ -368,7 +373,7 @@ class OnlineLearner:
         """The prompt and what the model makes of it; options as in `attractor.generate.generate`."""
         tokens = torch.from_numpy(self._tokens(prompt))[None].to(self.device)
         written = tokens[0].tolist() + [int(token) for token in generate(self.model, tokens, **options)]
-        return self._tokenizer().decode(written)
+        return cast(Tokenizer, self.tokenizer).decode(written)
 
     def perplexity(self, text: Text) -> float:
         tokens = self._tokens(text)
@@ -442,10 +447,7 @@ class OnlineLearner:
         precision: str = "auto",
     ) -> Self:
         """A saved learner, as it was; or a run or a model, to start learning with `config`."""
-        found = find_model(folder)
-        model = GPT.from_pretrained(found, device=device)
-        tokenizer_file = found / "tokenizer.json"
-        tokenizer = load_tokenizer(tokenizer_file) if tokenizer_file.is_file() else None
+        found, model, tokenizer = load_model(folder, device=device)
         if not (found / "learner.json").is_file():
             return cls(model, tokenizer, config, precision=precision)
         try:
@@ -477,8 +479,8 @@ class OnlineLearner:
             )  # fmt: skip
         restored = Totals.from_dict(state["totals"])
         history = np.asarray(state["history"], dtype=np.int64)[-self.model.config.context :]
-        if history.ndim != 1 or (len(history) and not self._in_vocabulary(history)):
-            raise ValueError("the history holds tokens outside the vocabulary")
+        if len(history):
+            history = self._tokens(history)
         if not isinstance(state["notes"], dict) or not isinstance(state["source"], str | None):
             raise ValueError("notes or source of the wrong type")
         most = {number: whole_number(state["most"][str(number)], least=1) for number in self.layers}
@@ -488,35 +490,5 @@ class OnlineLearner:
         self.allocator.habits, self.totals, self.history = habits, restored, history
         self.source, self.notes = state["source"], state["notes"]
 
-    # --- what people give us
-
     def _tokens(self, text: Text) -> np.ndarray:
-        if isinstance(text, str):
-            tokens = self._tokenizer().encode(text)
-        else:
-            tokens = np.asarray(text.cpu() if isinstance(text, Tensor) else text)
-            if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
-                raise ValueError(
-                    f"tokens of shape {tokens.shape} and type {tokens.dtype}: expected a sequence of ids"
-                )
-            tokens = tokens.astype(np.int64)
-        if not len(tokens):
-            raise ValueError("the text is empty; there is nothing to observe")
-        if len(tokens) > self.config.max_observation:
-            raise ValueError(
-                f"{len(tokens):,} tokens at once are more than max_observation="
-                f"{self.config.max_observation:,}; give the stream in pieces"
-            )
-        vocabulary = self.model.config.vocab_size
-        if not self._in_vocabulary(tokens):
-            outside = tokens[(tokens < 0) | (tokens >= vocabulary)][0]
-            raise ValueError(f"token {outside} is outside the vocabulary, 0 to {vocabulary - 1}")
-        return tokens
-
-    def _in_vocabulary(self, tokens: np.ndarray) -> bool:
-        return bool(tokens.min() >= 0 and tokens.max() < self.model.config.vocab_size)
-
-    def _tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise ValueError("this learner has no tokenizer: give tokens instead of text")
-        return self.tokenizer
+        return tokens_of(text, self.tokenizer, self.model.config.vocab_size, self.config.max_observation)

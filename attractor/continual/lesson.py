@@ -1,7 +1,7 @@
 """What a learner saw, what that teaches, and what it saw in all: records that are never changed in place."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attractor.continual.allocate import Allocation, Outlook
 from attractor.continual.gates import Surprise
+from attractor.tokenizer import Tokenizer
 
 
 def join(by: Callable[[Any, Any], Any], a: Mapping[Any, Any], b: Mapping[Any, Any]) -> dict[Any, Any]:
@@ -117,6 +118,34 @@ def whole_number(value: object, least: int = 0) -> int:
     if type(value) is not int or not least <= value < 2**62:
         raise ValueError(f"{value!r} is not a count")
     return value
+
+
+Text = str | Sequence[int] | np.ndarray | Tensor
+
+
+def tokens_of(text: Text, tokenizer: Tokenizer | None, vocab_size: int, most: int) -> np.ndarray:
+    """Tokens of what somebody gave us, or a ValueError that says what is wrong with it."""
+    if isinstance(text, str):
+        if tokenizer is None:
+            raise ValueError("this learner has no tokenizer: give tokens instead of text")
+        tokens = tokenizer.encode(text)
+    else:
+        tokens = np.asarray(text.cpu() if isinstance(text, Tensor) else text)
+        if tokens.ndim != 1 or (tokens.size and not np.issubdtype(tokens.dtype, np.integer)):
+            raise ValueError(
+                f"tokens of shape {tokens.shape} and type {tokens.dtype}: expected a sequence of ids"
+            )
+        tokens = tokens.astype(np.int64)
+    if not len(tokens):
+        raise ValueError("the text is empty; there is nothing to observe")
+    if len(tokens) > most:
+        raise ValueError(
+            f"{len(tokens):,} tokens at once exceed max_observation={most:,}; give the stream in pieces"
+        )
+    outside = tokens[(tokens < 0) | (tokens >= vocab_size)]
+    if len(outside):
+        raise ValueError(f"token {outside[0]} is outside the vocabulary, 0 to {vocab_size - 1}")
+    return tokens
 
 
 def contiguous_windows(
