@@ -51,7 +51,7 @@ def _generate(
     text, unread, cache = prompt, prompt[:, -context:], model.new_cache(len(prompt))
     for _ in range(max_tokens):
         if cache.length + unread.shape[1] > context:
-            unread, cache = text[:, -max(1, context // 2) :], model.new_cache(len(prompt))
+            unread, cache = text[:, -max(1, context // 2) :], model.new_cache(len(prompt), after=cache)
         was_training = model.training
         model.eval()
         logits = model(unread, cache=cache)[:, -1].float()

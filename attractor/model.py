@@ -161,8 +161,8 @@ class GPT(nn.Module):
         logits = F.linear(self.norm(h), self.embedding.weight)
         return (logits, stats) if return_stats else logits
 
-    def new_cache(self, batch: int) -> KVCache:
-        """For generating `batch` texts token by token."""
+    def new_cache(self, batch: int, after: object = None) -> KVCache:
+        """For generating `batch` texts token by token; `after` is the full cache that it replaces."""
         return KVCache(self, batch)
 
     def apn_layers(self) -> dict[int, APN]:
@@ -188,10 +188,10 @@ class GPT(nn.Module):
         except SafetensorError as error:
             raise OSError(f"cannot write {folder}: {error}") from error
         os.replace(partial, folder / "model.safetensors")
-        partial.write_text(self._config_now().to_json())
+        partial.write_text(self.config_now().to_json())
         os.replace(partial, folder / "config.json")
 
-    def _config_now(self) -> GPTConfig:
+    def config_now(self) -> GPTConfig:
         """The configuration with the patches that layers have by now: they may have grown."""
         per_layer = dict(self.config.per_layer)
         for number, layer in self.apn_layers().items():

@@ -117,7 +117,11 @@ def test_the_mixture_is_the_definition():
 
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("switch_rate", [0.0, 0.1])
-@pytest.mark.parametrize("pieces", [[1] * CONTEXT, [9, 1, 1, 7, 14], [3, 29], [CONTEXT]], ids=str)
+@pytest.mark.parametrize(
+    "pieces",
+    [[1] * CONTEXT, [9, 1, 1, 7, 14], [3, 29], [6, *[1] * 26], [11, 5, *[1] * 16], [CONTEXT]],
+    ids=str,
+)
 def test_caches_change_nothing(window, switch_rate, pieces):
     guard = Guard({"base": model_of(0, 20.0), "x": model_of(1, 20.0)}, window=window, switch_rate=switch_rate)
     tokens = text_of(1, batch=2)
@@ -125,6 +129,84 @@ def test_caches_change_nothing(window, switch_rate, pieces):
         wanted, cache = guard(tokens), guard.new_cache(2)
         got = torch.cat([guard(piece, cache=cache) for piece in tokens.split(pieces, 1)], 1)
     torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    assert guard.log_prior.exp().tolist() == [0.5, 0.5]  # nothing wrote into the prior
+
+
+@pytest.mark.parametrize("window", [None, 8, 20, 24, 64, 320])
+def test_the_bound_of_a_long_text(window):
+    """Every sequence of the context pays anew, wherever windows end."""
+    base, text = model_of(0, 5.0), text_of(3, length=10 * CONTEXT + 1)[0]
+    liar = Oracle((text + 1) % VOCABULARY)
+
+    class Liar(Oracle):
+        def forward(self, tokens, *, cache=None, return_stats=False):
+            return super().forward(tokens) * 0 - 30.0 * torch.nn.functional.one_hot(
+                torch.roll(tokens, -1, 1), VOCABULARY
+            )
+
+    guard = Guard({"base": base, "liar": Liar(text), "other": liar}, window=window)
+    count = 10 * CONTEXT
+    excess = count * (evaluate(guard, text.numpy()) - evaluate(base, text.numpy()))
+    assert excess <= guard.bound(count) + 1e-2
+    assert excess > 0.5 * 10 * math.log(2)
+
+
+def test_the_bound_of_writing_past_the_context():
+    """A cache that is full is replaced by one that reads the end again; what it read is not counted twice."""
+    length = 4 * CONTEXT
+    text = text_of(8, length=length)[0]
+    half = CONTEXT // 2
+
+    class Turning(GPT):
+        """Right in every other half context, counted over the whole text."""
+
+        def __init__(self, right_first):
+            super().__init__(model_of(0).config)
+            self.right_first = right_first
+
+        def forward(self, tokens, *, cache=None, return_stats=False):
+            start = cache.start + cache.length
+            cache.length += tokens.shape[1]
+            places = torch.arange(start, start + tokens.shape[1]) + 1
+            right = ((places // half) % 2 == 0) == self.right_first
+            following = text[places.clamp(max=length - 1)]
+            wanted = torch.where(right, following, (following + 1) % VOCABULARY)
+            return 5.0 * torch.nn.functional.one_hot(wanted, VOCABULARY)[None].float()
+
+    guard = Guard({"base": Turning(True), "other": Turning(False)})
+
+    def excess_over(path):
+        total, cache, unread = 0.0, guard.new_cache(1), text[None, :1]
+
+        def locate(cache, start):
+            for reader in cache.readers:
+                reader.cache.start = start
+
+        locate(cache, 0)
+        for step in range(1, length):
+            if cache.length + unread.shape[1] > CONTEXT:
+                unread = text[None, step - half : step]
+                cache = guard.new_cache(1, after=cache)
+                locate(cache, step - half)
+            with torch.no_grad():
+                ours = guard(unread, cache=cache)[0, -1]
+            right = ((step // half) % 2 == 0) == path.right_first
+            best = torch.full((VOCABULARY,), 0.0)
+            best[text[step] if right else (text[step] + 1) % VOCABULARY] = 5.0
+            total += float(best.log_softmax(-1)[text[step]] - ours[text[step]])
+            unread = text[None, step : step + 1]
+        return total
+
+    for path in guard.paths:
+        assert excess_over(path) <= guard.bound(length - 1) + 1e-3
+
+
+def test_a_path_that_diverged_is_left_out():
+    base, broken = model_of(0, 5.0), model_of(1)
+    with torch.no_grad():
+        broken.norm.weight.fill_(torch.nan)
+    guard, tokens = Guard({"base": base, "broken": broken}), text_of(1)
+    assert (losses(guard, tokens).sum() - losses(base, tokens).sum()) <= guard.bound(CONTEXT - 1) + 1e-4
 
 
 def test_paths_that_hardly_count_rest():
@@ -222,6 +304,6 @@ def test_mistakes():
     with pytest.raises(ValueError, match="do not mix"):
         Guard({"base": base, "x": small})
     for wrong in ({"prior": 0.0}, {"prior": 1.0}, {"switch_rate": 1.0}, {"pause": -1.0}, {"window": 0},
-                  {"pause": 0.1, "switch_rate": 0.1}):  # fmt: skip
+                  {"pause": 0.1, "switch_rate": 0.1}, {"pause": 40.0}):  # fmt: skip
         with pytest.raises(ValueError):
             Guard({"base": base}, **wrong)

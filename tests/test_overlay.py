@@ -1,6 +1,7 @@
 """Overlays: the base keeps its bytes, what changed is exactly what is kept, all of it can be taken back."""
 
 import copy
+import dataclasses
 import itertools
 import json
 import math
@@ -14,6 +15,7 @@ from test_learner import TOKENIZER, model_of, stream
 from attractor.continual.config import AllocationConfig, GuardConfig, LearnConfig, UpdateConfig
 from attractor.continual.guard import Guard
 from attractor.continual.guarded import GuardedLearner
+from attractor.continual.learner import OnlineLearner
 from attractor.continual.overlay import Branch, Overlay, fingerprint
 from attractor.data import Batches
 from attractor.evaluate import evaluate
@@ -27,6 +29,7 @@ KINDS = {
     "grown": {"allocation": {"mode": "grow", "novelty": 100.0, "window": 1, "cooldown": 40}},
     "recycled": {"allocation": {"mode": "replace", "novelty": 100.0, "window": 1, "cooldown": 40}},
     "following": {"prototype_rate": 0.1},
+    "norm": {"train": ("decoders", "norm")},
 }
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -38,7 +41,8 @@ def guarded(kind="patches", seed=0, **options):
     learn = LearnConfig(
         update=update, allocation=allocation, budget=8, prototype_rate=given.pop("prototype_rate", 0.0)
     )
-    return GuardedLearner(model_of(seed), TOKENIZER, GuardConfig(learn=learn, **given, **options))
+    model = model_of(seed, layer_norm=kind == "norm")
+    return GuardedLearner(model, TOKENIZER, GuardConfig(learn=learn, **given, **options))
 
 
 def weights(model):
@@ -60,6 +64,7 @@ def test_the_base_keeps_its_bytes(kind):
     assert learner.perplexity(stream(64)) != predicted
     for name in ("web", "mail"):
         learner.drop(name)
+    assert fingerprint(learner.base) == learner.base_hash
     assert learner.perplexity(stream(64)) == predicted
     assert same(weights(learner.base), before)
 
@@ -345,14 +350,20 @@ def test_consolidation(kind, tmp_path):
         learner.save(tmp_path / "saved")
     with pytest.raises(ValueError, match="a consolidation waits"):
         learner.consolidate("mail", {"old": text})
-    with pytest.raises(ValueError, match="nothing is kept apart for 'web'"):
-        learner.forget("web")
+    for act in (
+        lambda: learner.forget("mail"), lambda: learner.observe(stream(9)), lambda: learner.drop("mail"),
+        lambda: learner.rollback("mail", 1),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="a consolidation waits"):
+            act()
     pending.revert()
     assert same(weights(learner.base), base)
     assert learner.perplexity(text) == before
     with pytest.raises(ValueError, match="already"):
         pending.confirm()
     learner.consolidate("web", {"old": text}, tolerance=10.0).confirm()
+    with pytest.raises(ValueError, match="part of the base"):
+        learner.forget("web")
     learner.observe(stream(40, seed=8), source="more")
     learner.save(tmp_path / "saved")
     loaded = GuardedLearner.load(tmp_path / "saved")
@@ -377,3 +388,112 @@ def test_consolidation_is_refused_where_it_hurts(home):
     low.observe(stream(50), source="b")
     with pytest.raises(ValueError, match="drop or export them first"):
         low.consolidate("a", {"x": stream(50)}, tolerance=10.0)
+
+
+def test_a_failed_lesson_is_accounted_for(monkeypatch):
+    """What stays learned is counted and has a version; a new overlay that fails is not there at all."""
+    learner = guarded()
+    original, calls = OnlineLearner._score, []
+
+    def failing(*arguments):
+        calls.append(1)
+        if len(calls) == 4:
+            raise MemoryError("injected")
+        return original(*arguments)
+
+    monkeypatch.setattr(OnlineLearner, "_score", failing)
+    with pytest.raises(MemoryError) as caught:
+        learner.observe(stream(80), source="new")
+    assert caught.value.observed.tokens == 0
+    assert not learner.sources
+    assert learner.totals.tokens == 0
+    calls[:] = [1] * 10
+    learner.observe(stream(40), source="web")
+    calls.clear()
+    with pytest.raises(MemoryError) as caught:
+        learner.observe(stream(80, seed=1), source="web")
+    held = learner.sources["web"]
+    assert caught.value.observed.tokens == 24
+    assert learner.totals.tokens == held.tokens == held.learner.totals.tokens == 64
+    assert held.version == 2
+    fresh = Branch(learner.base, roles=learner.config.learn.update.train)
+    fresh.apply(held.versions[2])
+    assert same(weights(fresh.model), weights(held.branch.model))
+
+
+def test_overlays_out_of_the_archive_are_known_again(home, tmp_path):
+    learner = by_itself(home, archive=tmp_path / "archive", max_overlays=1)
+    learner.observe(domain(1, 1500), source="d1")
+    assert learner.explained_by(domain(1, 100, seed=3)) == "d1"
+    learner.observe(domain(2, 1500), source="d2")
+    assert (tmp_path / "archive" / "d1").is_dir()
+    learner.observe(domain(1, 100, seed=4), source="d1")  # back again, with what it knew
+    assert learner.overlays()["d1"]["tokens"] == 1600
+    assert learner.explained_by(domain(1, 100, seed=3)) == "d1"
+    assert [folder.name for folder in (tmp_path / "archive").iterdir()] == ["d2"]
+    with pytest.raises(ValueError, match="would not fit another base"):
+        learner.consolidate("d1", {"x": domain(1, 100)}, tolerance=10.0)
+    with pytest.raises(ValueError, match="which saving replaces"):
+        learner.save(tmp_path)
+    assert "1,500 tokens of 'd2'" in learner.forget("d2")
+    assert not list((tmp_path / "archive").iterdir())
+    learner.export("d1", tmp_path / "d1")
+    learner.import_overlay(tmp_path / "d1", "again")  # the limit holds for imports too
+    assert learner.sources.keys() == {"again"}
+
+
+def test_a_young_overlay_does_not_claim_everything(home):
+    learner = by_itself(home)
+    for number, count in ((1, 2), (2, 6)):
+        for part in range(count):
+            seen = learner.observe(domain(number, 100, seed=part + 50), source=None)
+    assert seen.source == "domain-2"
+    assert learner.sources.keys() == {"domain-1", "domain-2"}
+
+
+def test_growth_ends_however_often_it_is_loaded(tmp_path):
+    learner = guarded("grown")
+    for _ in range(3):
+        learner.observe(stream(2000), source="web")
+        learner.save(tmp_path / "saved")
+        learner = GuardedLearner.load(tmp_path / "saved")
+    sizes = {layer.num_patches for layer in learner.sources["web"].branch.model.apn_layers().values()}
+    assert sizes == {24}
+
+
+def test_hostile_rows_are_refused(tmp_path):
+    learner = guarded("grown")
+    learner.observe(stream(200), source="web")
+    overlay = learner.sources["web"].branch.overlay()
+    name = "blocks.0.ffn.decoder"
+    numbers, rows = overlay.rows[name]
+    for wrong in (
+        (numbers + 10**13, rows), (torch.cat([numbers[:-1], numbers[-1:] + 400_000]), rows),
+        (numbers[:-1], rows[:-1]), (torch.cat([numbers[:1], numbers[:-1]]), rows),
+    ):  # fmt: skip
+        bad = dataclasses.replace(overlay, rows=overlay.rows | {name: wrong})
+        with pytest.raises(ValueError, match="nothing was changed"):
+            learner._new_source(bad)
+    broken = dataclasses.replace(overlay, rows=overlay.rows | {name: (numbers, rows * torch.nan)})
+    broken.save(tmp_path / "broken")
+    with pytest.raises(ValueError, match="not finite"):
+        Overlay.load(tmp_path / "broken")
+
+
+def test_a_diverged_overlay_does_not_hurt():
+    learner = guarded()
+    before = learner.perplexity(stream(64))
+    learner.observe(stream(40), source="web")
+    with torch.no_grad():
+        learner.sources["web"].branch.model.apn_layers()[0].decoder.fill_(3e38)
+    assert learner.perplexity(stream(64)) <= before * math.exp(learner.guard.bound(8) / 8)
+
+
+def test_consolidation_needs_a_plain_scale():
+    learner = guarded()
+    learner.config = dataclasses.replace(
+        learner.config, learn=dataclasses.replace(learner.config.learn, scale_factor=0.5)
+    )
+    learner.observe(stream(40), source="web")
+    with pytest.raises(ValueError, match="needs scale_factor=1"):
+        learner.consolidate("web", {"x": stream(40)})

@@ -196,6 +196,20 @@ def test_guarded(run_folder, capsys):
     assert "adapt --guard" in capsys.readouterr().err
 
 
+def test_texts_get_names_of_their_own(run_folder, capsys):
+    for folder in ("x", "y"):
+        (run_folder / folder).mkdir()
+        (run_folder / folder / "t.txt").write_text("to be or not to be\n" * 20)
+    (run_folder / "base.txt").write_text("to be or not to be\n" * 20)
+    guard = ("--guard", "--device", "cpu")
+    assert run("adapt", "run", "--data", "x/t.txt", "y/t.txt", *guard) == 1
+    assert "a name of its own" in capsys.readouterr().err
+    assert not (run_folder / "run-adapted").exists()
+    assert run("adapt", "run", "--data", "base.txt", *guard) == 0
+    assert run("overlays", "run-adapted", "list") == 0
+    assert "base-text" in capsys.readouterr().out
+
+
 def test_guard_settings_need_the_guard(run_folder, capsys):
     assert run("adapt", "run", "--data", "b.txt", "--device", "cpu", "--prior", "0.9") == 1
     assert "without --guard" in capsys.readouterr().err

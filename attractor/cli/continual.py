@@ -14,6 +14,7 @@ from attractor.checkpoint import find_model
 from attractor.cli.common import INTERRUPTED, dataset_of
 from attractor.config import RunConfig, check_size
 from attractor.continual.config import AttentionName, GuardConfig, LearnConfig
+from attractor.continual.guard import BASE
 from attractor.continual.guarded import GuardedLearner
 from attractor.continual.learner import OnlineLearner
 from attractor.continual.stream import adapt
@@ -69,7 +70,11 @@ class Adapt:
         learner = self._learner(out)
         if learner.tokenizer is None:
             raise ValueError(f"{self.run_folder} holds no tokenizer.json: its tokens are not known")
-        texts = {self._name(name): _tokens(name, learner.tokenizer, self.max_tokens) for name in self.data}
+        names = self._names(learner)
+        texts = {
+            name: _tokens(source, learner.tokenizer, self.max_tokens)
+            for name, source in zip(names, self.data, strict=True)
+        }
         canary = self._canary(learner.tokenizer)
         with stop_on_signal() as stopped, _bar(sum(map(len, texts.values()))) as report:
             summary = adapt(learner, texts, out, canary=canary, every=self.every, stop=stopped, report=report)
@@ -81,9 +86,18 @@ class Adapt:
         print(f"written to {out}" + ("; --resume goes on" if summary["interrupted"] else ""))
         return INTERRUPTED if summary["interrupted"] else 0
 
-    def _name(self, source: str) -> str:
-        """An overlay is called after its text, without folders and endings."""
-        return re.sub(r"[^A-Za-z0-9._-]", "-", Path(source).stem).strip(".-") if self.guard else source
+    def _names(self, learner: OnlineLearner | GuardedLearner) -> tuple[str, ...]:
+        """What the texts are called: overlays after their files, without folders and endings."""
+        if not isinstance(learner, GuardedLearner):
+            return self.data
+        plain = (re.sub(r"[^A-Za-z0-9._-]+", "-", Path(source).stem) for source in self.data)
+        stems = (name.strip("._-")[:60] for name in plain)
+        names = tuple("base-text" if stem == BASE else stem for stem in stems)
+        if not all(names) or len(set(names)) < len(names):
+            raise ValueError(f"overlays would be called {', '.join(names)}: each needs a name of its own")
+        if len({*names, *learner.sources}) > learner.config.max_overlays:
+            raise ValueError(f"{len(names)} texts need more than {learner.config.max_overlays} overlays")
+        return names
 
     def _learner(self, out: Path) -> OnlineLearner | GuardedLearner:
         """A new one, or the one that was stopped."""

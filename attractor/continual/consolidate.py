@@ -19,6 +19,7 @@ from torch import nn
 
 from attractor.config import check_number
 from attractor.continual.baselines.lora import LowRank
+from attractor.continual.gates import Surprise
 from attractor.continual.overlay import Branch, fingerprint
 from attractor.evaluate import evaluate, perplexity
 from attractor.model import GPT, Block
@@ -39,8 +40,13 @@ class Consolidation:
     sources: "dict[str, Source]"
 
     def confirm(self) -> None:
-        """The old base is gone, and the overlay with it: its source can no longer be forgotten."""
-        self._close()
+        """The old base is gone, and the overlay with it: its source can no longer be forgotten.
+
+        What the base is used to has changed: `calibrate` again before texts without labels.
+        """
+        learner = self._close()
+        learner.consolidated.append(self.name)
+        learner.usual = Surprise()
 
     def revert(self) -> None:
         """Everything is as before, to the bit."""
@@ -62,12 +68,18 @@ def consolidate(
         raise ValueError("a consolidation waits: confirm or revert it first")
     if not canaries:
         raise ValueError("without canaries nobody knows what must not suffer: give one text or more")
-    learner.flush()
+    if learner.config.learn.scale_factor != 1:
+        raise ValueError("a base has no scale_factor of its own: consolidation needs scale_factor=1")
+    if learner.archive is not None and learner.archive.is_dir() and any(learner.archive.iterdir()):
+        raise ValueError(f"overlays in {learner.archive} would not fit another base: move them first")
     held = learner.sources[learner._known(name)]
+    learner.flush()
     others = {other: own for other, own in learner.sources.items() if other != name}
-    grown = {number: layer.num_patches for number, layer in held.branch.model.apn_layers().items()}
-    before = {number: layer.num_patches for number, layer in learner.base.apn_layers().items()}
-    if others and (grown != before or learner.config.attention == "low_rank"):
+    sizes = [
+        {number: layer.num_patches for number, layer in model.apn_layers().items()}
+        for model in (learner.base, *(own.branch.model for own in learner.sources.values()))
+    ]
+    if others and (any(size != sizes[0] for size in sizes) or learner.config.attention == "low_rank"):
         raise ValueError(
             f"{sorted(others)} could not be kept over a base with more patches or other attention: drop or "
             "export them first"
@@ -105,6 +117,7 @@ def merged(model: GPT) -> GPT:
                 adapter.linear.weight = nn.Parameter(adapter.linear.weight.detach().clone())
                 adapter.merge()
                 setattr(block.attention, name, adapter.linear)
+    model.config = model.config_now()
     return model.requires_grad_(False).eval()
 
 
@@ -121,5 +134,5 @@ def _moved(learner: "GuardedLearner", base: GPT, base_hash: str, held: "Source")
             parameter.copy_(theirs[name])
     moved = copy.copy(held)
     moved.branch, moved.versions = branch, {}
-    moved.before, moved.learner = held.usual, learner._teacher(branch)
+    moved.learner = learner._teacher(branch)
     return moved

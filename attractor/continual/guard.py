@@ -64,6 +64,8 @@ class Guard(nn.Module):
         self.paths = nn.ModuleList(paths[name] for name in self.names)
         self.window = base.config.context if window is None else window
         self.switch_rate, self.pause = switch_rate, pause
+        if pause >= self.window:
+            raise ValueError(f"pause={pause} nats in a window of {self.window} tokens is more than it costs")
         others = (1 - prior) / (len(self.names) - 1) if len(self.names) > 1 else 0.0
         shares = [prior if others else 1.0] + [others] * (len(self.names) - 1)
         self.log_prior: Tensor
@@ -81,25 +83,28 @@ class Guard(nn.Module):
         """Nats that predicting `tokens` tokens can cost more than with this path alone, at most.
 
         For every window log(1 / prior); for every token after a window's first what sharing takes away from
-        a path that is right all along; and what `pause` allows.
+        a path that is right all along; and what `pause` allows. A text longer than the context is taken in
+        sequences of that length, as `evaluate` does, and each of them starts a window.
         """
         check_size("tokens", tokens)
         log_prior = float(self.log_prior[self.names.index(path)])
-        windows = -(-tokens // self.window)
+        sequences, rest = divmod(tokens, self.config.context)
+        windows = sequences * -(-self.config.context // self.window) + -(-rest // self.window)
         shared = -math.log1p(-self.switch_rate * (1 - math.exp(log_prior)))
         return windows * (self.pause - log_prior) + (tokens - windows) * shared
 
     def switching_bound(self, tokens: int, switches: int) -> float:
         """The same against the best sequence of paths that switches so often, within one window."""
-        if not self.switch_rate:
-            return self.bound(tokens) if switches == 0 else math.inf
         least = float(self.log_prior.min())
+        if not self.switch_rate:
+            return self.pause - least if switches == 0 else math.inf
         stay = -math.log1p(-self.switch_rate * (1 - math.exp(least)))
         move = -math.log(self.switch_rate) - least
         return self.pause - least + switches * move + (tokens - 1 - switches) * stay
 
-    def new_cache(self, batch: int) -> "GuardCache":
-        return GuardCache(self, batch)
+    def new_cache(self, batch: int, after: "GuardCache | None" = None) -> "GuardCache":
+        """`after` is a cache that is full; what it knows of the paths goes on to count."""
+        return GuardCache(self, batch, after)
 
     def forward(self, tokens: Tensor, *, cache: "GuardCache | None" = None) -> Tensor:
         """Log-probabilities (B, T, V) of the mixture for tokens (B, T)."""
@@ -149,8 +154,14 @@ class Guard(nn.Module):
         return torch.logaddexp(posterior + math.log1p(-self.switch_rate), back)
 
 
+LEAST = -1e4
+"""No token is more impossible than this: a window in which every path met one must not end in NaN."""
+
+
 def _log_softmax(logits: Tensor) -> Tensor:
-    return logits.float().log_softmax(-1)
+    """Log-probabilities; a path that diverged predicts nothing in particular, and soon counts for nothing."""
+    predictions = logits.float().log_softmax(-1).clamp(min=LEAST)
+    return predictions.masked_fill(predictions.isnan().any(-1, keepdim=True), -math.log(logits.shape[-1]))
 
 
 def mixed(log_weights: Tensor, predictions: Tensor) -> Tensor:
@@ -201,8 +212,10 @@ class GuardCache:
     window costs less than `pause`. Before its odds are larger, the path reads what it missed, in one pass.
     """
 
-    def __init__(self, guard: Guard, batch: int) -> None:
-        self.guard, self.length = guard, 0
+    def __init__(self, guard: Guard, batch: int, after: "GuardCache | None" = None) -> None:
+        self.guard, self.after = guard, after
+        self.length = 0  # tokens in the KV caches
+        self.predicted = 0  # predictions made, also by the caches before: where we are in the window
         self.readers = [Reader(path, path.new_cache(batch), []) for path in guard.paths]  # type: ignore[operator,arg-type]
         self.evidence = guard.log_prior[:, None].repeat(1, batch)  # (M, B) of this window
         self.at_rest: set[int] = set()
@@ -211,9 +224,38 @@ class GuardCache:
 
     def read(self, tokens: Tensor) -> Tensor:
         """Log-probabilities (B, n, V) after each of `tokens` (B, n)."""
+        if self.after is not None:
+            return self._read_again(tokens, self.after)
         if not self.at_rest and tokens.shape[1] > 1:
             return self._read_all(tokens)
         return torch.cat([self._read_one(tokens[:, i : i + 1]) for i in range(tokens.shape[1])], 1)
+
+    def _read_again(self, tokens: Tensor, before: "GuardCache") -> Tensor:
+        """The end of a text in place of all of it. Only its last token is new: the others were counted."""
+        before._wake()
+        self.after, self.predicted = None, before.predicted
+        self.evidence = before.evidence
+        self.readers = [
+            dataclasses.replace(reader, next=old.next)
+            for reader, old in zip(self.readers, before.readers, strict=True)
+        ]
+        self._count(tokens[:, -1:])
+        predictions = torch.stack([reader.read(tokens) for reader in self.readers])
+        self.passes += len(self.readers)
+        self.length, self.predicted = tokens.shape[1], self.predicted + 1
+        return mixed(self.evidence[..., None], predictions)
+
+    def _count(self, token: Tensor) -> None:
+        """The evidence of one more token (B, 1), or the prior again where a window starts."""
+        guard = self.guard
+        if self.predicted % guard.window == 0:  # a new window: everybody counts again
+            self._wake()
+            self.evidence = guard.log_prior[:, None].repeat(1, len(token))
+            return
+        for number in self._awake():
+            self.evidence[number] += self.readers[number].gave(token)[:, 0]
+        if guard.switch_rate:
+            self.evidence = guard._after(self.evidence, torch.zeros_like(self.evidence), 1)
 
     def _read_all(self, tokens: Tensor) -> Tensor:
         """Several tokens at once, as in a prompt: every path reads them."""
@@ -224,29 +266,23 @@ class GuardCache:
             seen = self.guard._seen(torch.cat([torch.stack(before)[:, :, None], predictions], 2), tokens)
         else:
             seen = self.guard._seen(predictions, tokens[:, 1:])
-        position = max(self.length - 1, 0) % self.guard.window
-        weights, self.evidence = self.guard._weigh(seen, self.evidence, position)
-        self.length += tokens.shape[1]
+        position = max(self.predicted - 1, 0) % self.guard.window
+        weights, evidence = self.guard._weigh(seen, self.evidence, position)
+        self.evidence = evidence.clone()  # it may be a view of the prior
+        self.length, self.predicted = self.length + tokens.shape[1], self.predicted + tokens.shape[1]
         self._let_rest()
         return mixed(weights[..., -tokens.shape[1] :], predictions)
 
     def _read_one(self, token: Tensor) -> Tensor:
-        guard = self.guard
-        if self.length and self.length % guard.window == 0:  # a new window: everybody counts again
-            self._wake()
-            self.evidence = guard.log_prior[:, None].expand_as(self.evidence).clone()
-        elif self.length:
-            for number in self._awake():
-                self.evidence[number] += self.readers[number].gave(token)[:, 0]
-            if guard.switch_rate:
-                self.evidence = guard._after(self.evidence, torch.zeros_like(self.evidence), 1)
+        if self.predicted:
+            self._count(token)
         for number, reader in enumerate(self.readers):
             if number in self.at_rest:
                 reader.unread.append(token)
             else:
                 reader.read(token)
                 self.passes += 1
-        self.length += 1
+        self.length, self.predicted = self.length + 1, self.predicted + 1
         if self.at_rest and bool((self._odds(self.at_rest) > self._most_odds()).any()):
             self._wake()
         awake = self._awake()

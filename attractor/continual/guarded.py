@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attractor.checkpoint import load_model, write_folder
+from attractor.checkpoint import load_model, remove_folder, write_folder
 from attractor.continual.config import GuardConfig
 from attractor.continual.consolidate import Consolidation, consolidate
 from attractor.continual.gates import Surprise
@@ -54,12 +54,8 @@ class Source:
     last_used: int = 0  # when it last learned, in tokens of the learner's life
     version: int = 0
     versions: dict[int, Overlay] = dataclasses.field(default_factory=dict)
-    before: Surprise = dataclasses.field(default_factory=Surprise)  # what it was used to when it was loaded
-
-    @property
-    def usual(self) -> Surprise:
-        """Losses before learning, over the last part of its stream."""
-        return self.learner.totals.surprise if self.learner.totals.surprise.tokens else self.before
+    recent: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    usual: Surprise = dataclasses.field(default_factory=Surprise)  # its losses on `recent`, as it is now
 
 
 class GuardedLearner:
@@ -85,6 +81,7 @@ class GuardedLearner:
         self.archive = None if archive is None else Path(archive)
         self.usual = Surprise()  # what the base is used to, for texts without labels
         self.unclaimed: list[np.ndarray] = []  # pieces in a row that no path explains
+        self.consolidated: list[str] = []  # sources whose overlays became part of the base
         self.consolidation: Consolidation | None = None  # that waits to be confirmed or reverted
 
     @property
@@ -100,20 +97,40 @@ class GuardedLearner:
         learns nothing), and when none does for a while, a new overlay is opened for those pieces. What a path
         explains is what it predicts no worse than it is used to; `calibrate` tells what the base is used to.
         """
+        self._settled()
+        tokens = self._tokens(text)
         if source is None:
-            return self._observe_unlabelled(self._tokens(text))
-        held = self.sources.get(source) or self._open(source)
+            return self._observe_unlabelled(tokens)
         is_new = source not in self.sources
-        seen = held.learner.observe(text, source=source)
+        held = self._open(source) if is_new else self.sources[source]
+        try:
+            seen = held.learner.observe(tokens, source=source)
+        except Exception as error:
+            if is_new:  # nothing of it is kept
+                error.observed = Observation()  # type: ignore[attr-defined]
+            else:
+                self._account(source, held, tokens, getattr(error, "observed", Observation()))
+            raise
         if is_new:
             self._make_room()
             self.sources[source] = held
+            self._unarchive(source)
+        self._account(source, held, tokens, seen)
+        return seen
+
+    def _account(self, source: str, held: Source, tokens: np.ndarray, seen: Observation) -> None:
         self.totals = self.totals.after(seen, held.learner.totals.surprise)
         held.tokens += seen.tokens
         held.last_used = self.totals.tokens
+        held.recent = np.concatenate([held.recent, tokens[: seen.tokens]])[-self.config.piece :]
+        if len(held.recent) > 1:
+            held.usual = Surprise().after(self._losses(held.branch.model, held.recent))
         if seen.updates:
             self._keep_version(held, source=source)
-        return seen
+
+    def _settled(self) -> None:
+        if self.consolidation is not None:
+            raise ValueError("a consolidation waits: confirm or revert it first")
 
     def calibrate(self, text: Text) -> float:
         """What the base is used to: its losses on a text of its own domain. Returns their mean."""
@@ -140,11 +157,10 @@ class GuardedLearner:
             else:
                 self.unclaimed.append(piece)
                 if len(self.unclaimed) >= self.config.patience:
-                    waiting, self.unclaimed = self.unclaimed, []
                     name = self._new_name()
                     log.info("nothing known explains the text: overlay %r is opened for it", name)
-                    for part in waiting:
-                        done = done.then(self.observe(part, source=name))
+                    done = done.then(self.observe(np.concatenate(self.unclaimed), source=name))
+                    self.unclaimed = []
         return done
 
     def explained_by(self, text: Text) -> str | None:
@@ -181,14 +197,36 @@ class GuardedLearner:
         return next(name for n in itertools.count(1) if (name := f"domain-{n}") not in used)
 
     def _open(self, source: str) -> Source:
-        """A new source, not yet one of ours."""
+        """A new source, or one out of the archive; not yet one of ours."""
         self._check_name(source)
+        self._check_room()
+        if self._archived(source):
+            assert self.archive is not None
+            return self._from_folder(self.archive / source)
+        return self._new_source()
+
+    def _from_folder(self, folder: str | Path) -> Source:
+        overlay = Overlay.load(folder, device=self.base.embedding.weight.device)
+        held, notes = self._new_source(overlay), overlay.notes
+        held.tokens, held.last_used = whole_number(notes.get("tokens", 0)), self.totals.tokens
+        held.usual = Surprise.from_list(notes.get("usual", [0.0, 0.0, 0]))
+        return held
+
+    def _archived(self, name: str) -> bool:
+        return self.archive is not None and (self.archive / name / "overlay.json").is_file()
+
+    def _unarchive(self, name: str) -> None:
+        """It is one of ours again."""
+        if self._archived(name):
+            assert self.archive is not None
+            remove_folder(self.archive / name)
+
+    def _check_room(self) -> None:
         if len(self.sources) >= self.config.max_overlays and self.archive is None:
             raise ValueError(
                 f"there are {len(self.sources)} overlays, as many as max_overlays allows: drop one first, or "
                 "give an archive"
             )
-        return self._new_source()
 
     def _make_room(self) -> None:
         """The overlay that was not used for longest goes to the archive; nothing is lost."""
@@ -196,12 +234,9 @@ class GuardedLearner:
             return
         assert self.archive is not None, "checked when the overlay was opened"
         oldest = min(self.sources, key=lambda name: self.sources[name].last_used)
-        place = self.archive / oldest
-        if place.exists():
-            raise ValueError(f"{place} is taken: the archive has an overlay {oldest!r} already")
-        self.export(oldest, place)
-        self.drop(oldest)
-        log.info("overlay %r went to %s to make room", oldest, place)
+        self.export(oldest, self.archive / oldest)
+        del self.sources[oldest]
+        log.info("overlay %r went to %s to make room", oldest, self.archive / oldest)
 
     def flush(self) -> Observation:
         """Learn from the tokens of every source that wait for the next update."""
@@ -226,9 +261,13 @@ class GuardedLearner:
 
     def _teacher(self, branch: Branch) -> OnlineLearner:
         others = cast(dict[str, Tensor], branch.others)
-        return OnlineLearner(
+        learner = OnlineLearner(
             branch.model, self.tokenizer, self.config.learn, others=others, precision=self.precision
         )
+        if self.config.learn.allocation.most_patches is None:  # twice the base's, however grown we are
+            most = {number: 2 * layer.num_patches for number, layer in self.base.apn_layers().items()}
+            learner.allocator.most = most
+        return learner
 
     def _keep_version(self, held: Source, **notes: Any) -> None:
         held.version += 1
@@ -303,17 +342,19 @@ class GuardedLearner:
 
     def drop(self, name: str) -> None:
         """Forget an overlay altogether. Without any overlay the predictions are the base's, to the bit."""
+        self._settled()
         del self.sources[self._known(name)]
 
     def rollback(self, name: str, version: int) -> None:
         """Back to an earlier version of an overlay, to the bit; later ones are gone, and so are moments."""
+        self._settled()
         held = self.sources[self._known(name)]
         if version not in held.versions:
             raise ValueError(f"version {version} of {name!r} is not kept; there are {sorted(held.versions)}")
+        tokens = whole_number(held.versions[version].notes.get("tokens"))
         held.branch.apply(held.versions[version])
-        held.before = held.usual
         held.learner = self._teacher(held.branch)
-        held.version, held.tokens = version, int(held.versions[version].notes["tokens"])
+        held.version, held.tokens = version, tokens
         held.versions = {number: kept for number, kept in held.versions.items() if number <= version}
 
     def consolidate(self, name: str, canaries: Mapping[str, Text], tolerance: float = 0.003) -> Consolidation:
@@ -322,19 +363,24 @@ class GuardedLearner:
 
     def forget(self, source: str) -> str:
         """Remove what a source taught; says what was removed. Exact, because nothing else wrote there."""
-        if source not in self.sources:
-            raise ValueError(
-                f"nothing is kept apart for {source!r}: either it taught nothing, or its overlay was "
-                f"consolidated into the base. Overlays: {sorted(self.sources)}"
-            )
-        tokens = self.sources[source].tokens
-        self.drop(source)
+        self._settled()
+        if source in self.consolidated:
+            raise ValueError(f"what {source!r} taught is part of the base since it was consolidated")
+        if source in self.sources:
+            tokens = self.sources[source].tokens
+            self.drop(source)
+        elif self._archived(source):
+            tokens = self._from_folder(cast(Path, self.archive) / source).tokens
+            self._unarchive(source)
+        else:
+            raise ValueError(f"nothing is kept apart for {source!r}; overlays: {sorted(self.sources)}")
         return f"removed everything that {tokens:,} tokens of {source!r} taught"
 
     def export(self, name: str, folder: str | Path) -> None:
         held = self.sources[self._known(name)]
         notes = {
-            "source": name, "version": held.version, "tokens": held.tokens, "config": self.config.to_dict()
+            "source": name, "version": held.version, "tokens": held.tokens, "usual": list(held.usual),
+            "config": self.config.to_dict(),
         }  # fmt: skip
         held.branch.overlay(**notes).save(folder)
 
@@ -343,9 +389,10 @@ class GuardedLearner:
         self._check_name(name)
         if name in self.sources:
             raise ValueError(f"there is an overlay {name!r} already; drop it first, or choose another name")
-        overlay = Overlay.load(folder, device=self.base.embedding.weight.device)
-        held = self._new_source(overlay)
-        held.tokens = whole_number(overlay.notes.get("tokens", 0))
+        self._settled()
+        self._check_room()
+        held = self._from_folder(folder)
+        self._make_room()
         self._keep_version(held, source=name, imported=True)
         self.sources[name] = held
 
@@ -366,6 +413,8 @@ class GuardedLearner:
         """The base, and for every overlay its versions; loading gives the same predictions to the bit."""
         if self.consolidation is not None:
             raise ValueError("a consolidation waits: confirm or revert it before saving")
+        if self.archive is not None and self.archive.resolve().is_relative_to(Path(folder).resolve()):
+            raise ValueError(f"the archive {self.archive} lies in {folder}, which saving replaces; move it")
         self.flush()
 
         def fill(partial: Path) -> None:
@@ -379,12 +428,12 @@ class GuardedLearner:
                     overlay.save(partial / "overlays" / name / f"version-{version}")
                 kept[name] = {
                     "version": held.version, "tokens": held.tokens, "versions": sorted(held.versions),
-                    "last_used": held.last_used, "usual": list(held.usual),
+                    "last_used": held.last_used, "usual": list(held.usual), "recent": held.recent.tolist(),
                 }  # fmt: skip
             state = {
                 "config": self.config.to_dict(), "sources": kept, "base": self.base_hash,
                 "notes": self.notes, "totals": dataclasses.asdict(self.totals), "usual": list(self.usual),
-                "unclaimed": [piece.tolist() for piece in self.unclaimed],
+                "unclaimed": [piece.tolist() for piece in self.unclaimed], "consolidated": self.consolidated,
             }  # fmt: skip
             (partial / "guard.json").write_text(json.dumps(state, indent=2))
 
@@ -416,16 +465,24 @@ class GuardedLearner:
                 held = learner._new_source(Overlay.load(place, device=device))
                 held.version, held.tokens = whole_number(kept["version"]), whole_number(kept["tokens"])
                 held.last_used = whole_number(kept["last_used"])
-                held.before = Surprise.from_list(kept["usual"])
+                held.usual = Surprise.from_list(kept["usual"])
+                held.recent = learner._tokens(kept["recent"]) if kept["recent"] else held.recent
                 held.versions = {
                     version: Overlay.load(place / f"version-{version}")
                     for version in map(whole_number, kept["versions"])
                 }
+                if held.versions and held.version not in held.versions:
+                    raise ValueError(f"version {held.version} of {name!r} is missing")
+                for version in held.versions.values():
+                    held.branch._check(version)
+                    whole_number(version.notes.get("tokens"))
                 learner.sources[name] = held
+            learner.consolidated = [str(name) for name in state["consolidated"]]
             learner.notes, learner.totals = dict(state["notes"]), Totals.from_dict(state["totals"])
             learner.usual = Surprise.from_list(state["usual"])
             learner.unclaimed = [learner._tokens(piece) for piece in state["unclaimed"]]
-        except (LookupError, TypeError, AttributeError, ArithmeticError, json.JSONDecodeError) as error:
+        except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError,
+                json.JSONDecodeError) as error:  # fmt: skip
             raise ValueError(f"{found} holds a damaged guarded learner: {error!r}") from error
         return learner
 

@@ -34,12 +34,17 @@ FORMAT = 1
 
 
 def fingerprint(model: GPT) -> str:
-    """A hash of every name, type, shape and byte of a model."""
-    digest = hashlib.sha256()
+    """A hash of a model's configuration and of every name, type, shape and byte of its weights."""
+    digest = hashlib.sha256(model.config_now().to_json().encode())
     for name, value in sorted(model.state_dict().items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
         digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def bits(x: Tensor) -> Tensor:
+    """The same bytes as whole numbers: 0.0 == -0.0, and they are not the same."""
+    return x.detach().contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,10 @@ class Overlay:
                     parts[kind][name] = file.get_tensor(key).clone()  # not a view into the file
             if parts["patch"].keys() != parts["rows"].keys():
                 raise ValueError("rows without their patches")
+            if not isinstance(described["notes"], dict) or not isinstance(described["base"], str):
+                raise ValueError("notes or base of the wrong type")
+            if not all(value.isfinite().all() for part in parts.values() for value in part.values()):
+                raise ValueError("numbers that are not finite")
             rows = {name: (numbers, parts["rows"][name]) for name, numbers in parts["patch"].items()}
             for name, (numbers, values) in rows.items():
                 if numbers.dtype != torch.int64 or numbers.shape != values.shape[:1] or numbers.min() < 0:
@@ -114,7 +123,7 @@ class Overlay:
                         f"{name} has {tuple(values.shape)} rows for {tuple(numbers.shape)} patches"
                     )
             return cls(described["base"], rows, parts["whole"], parts["factor"], described["notes"])
-        except (OSError, KeyError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
+        except (OSError, LookupError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
             raise ValueError(f"{folder} holds no overlay that can be read: {error}") from error
 
 
@@ -147,10 +156,10 @@ class Branch:
         self.model = copy.deepcopy(base, dict(shared))  # deepcopy takes what its memo holds: no bytes move
         generator = torch.Generator().manual_seed(seed)
         self.others: dict[str, nn.Parameter] = {}
-        for layer in self.model.apn_layers().values():
-            for name, parameter in list(layer.named_parameters(recurse=False)):
-                if ROLES[name] in self.roles:
-                    setattr(layer, name, nn.Parameter(parameter.detach().clone()))
+        for _, layer, name in list(self._own()):
+            place, _, leaf = name.rpartition(".")
+            copied = nn.Parameter(layer.get_parameter(name).detach().clone())
+            setattr(layer.get_submodule(place), leaf, copied)
         for prefix, owner, name in self._attention():
             linear = cast(nn.Linear, getattr(owner, name))
             if attention == "whole":
@@ -172,7 +181,7 @@ class Branch:
     def _own(self) -> Iterator[tuple[str, APN, str]]:
         """Parameters of APN layers that are not the base's memory: full name, layer, name."""
         for number, layer in self.model.apn_layers().items():
-            for name, _ in layer.named_parameters(recurse=False):
+            for name, _ in layer.named_parameters():
                 if ROLES[name] in self.roles:
                     yield f"blocks.{number}.ffn.{name}", layer, name
 
@@ -184,20 +193,20 @@ class Branch:
         rows: dict[str, tuple[Tensor, Tensor]] = {}
         whole: dict[str, Tensor] = {}
         for number, layer in self.model.apn_layers().items():
-            for name, value in layer.named_parameters(recurse=False):
+            for name, value in layer.named_parameters():
                 key = f"blocks.{number}.ffn.{name}"
                 old = base[key]
                 if ROLES[name] in PATCH_ROLES:
                     same = torch.zeros(grown[number], dtype=torch.bool, device=value.device)
-                    same[: len(old)] = (value[: len(old)] == old).flatten(1).all(1)
+                    same[: len(old)] = (bits(value[: len(old)]) == bits(old)).flatten(1).all(1)
                     if not same.all():
                         numbers = (~same).nonzero().flatten()
                         rows[key] = (numbers.cpu(), value[numbers].cpu())
-                elif not torch.equal(value, old):
+                elif not torch.equal(bits(value), bits(old)):
                     whole[key] = value.detach().cpu().clone()
         factors = {}
         for name, value in self.others.items():
-            if torch.equal(value, self._start[name]):
+            if torch.equal(bits(value), bits(self._start[name])):
                 continue
             if self.attention == "whole":
                 whole[name] = value.detach().cpu().clone()
@@ -224,7 +233,7 @@ class Branch:
             if layer.num_patches != wanted:
                 layer.resize(wanted)
         for key, layer, name in self._own():
-            own, old = getattr(layer, name), base[key]
+            own, old = layer.get_parameter(name), base[key]
             own[: len(old)] = old
             if overlay is not None and key in overlay.rows:
                 patches, values = overlay.rows[key]
@@ -241,7 +250,7 @@ class Branch:
                 f"the overlay was made over another base ({overlay.base[:12]}, this one is "
                 f"{self.base_hash[:12]}); nothing was changed"
             )
-        own = {key: getattr(layer, name) for key, layer, name in self._own()}
+        own = {key: layer.get_parameter(name) for key, layer, name in self._own()}
         for name, value in [*overlay.whole.items(), *overlay.factors.items()]:
             mine = own.get(name, self.others.get(name))
             if mine is None or mine.shape != value.shape:
@@ -252,3 +261,15 @@ class Branch:
         for name, (_, values) in overlay.rows.items():
             if name not in own or own[name].shape[1:] != values.shape[1:]:
                 raise ValueError(f"the overlay holds rows of {name} that do not fit; nothing was changed")
+        for number, layer in self.base.apn_layers().items():
+            banks = [name for name, _ in layer.named_parameters() if ROLES[name] in PATCH_ROLES]
+            added = {}
+            for name in banks:
+                patches, _ = overlay.rows.get(f"blocks.{number}.ffn.{name}", (torch.empty(0), None))
+                added[name] = sorted(patch for patch in patches.tolist() if patch >= layer.num_patches)
+                if len(patches.unique()) != len(patches):
+                    raise ValueError(f"a patch of layer {number} is there twice; nothing was changed")
+            count = max(map(len, added.values()))
+            wanted = list(range(layer.num_patches, layer.num_patches + count))
+            if count > 15 * layer.num_patches or any(new != wanted for new in added.values()):
+                raise ValueError(f"the new patches of layer {number} do not fit; nothing was changed")
