@@ -1,12 +1,9 @@
 """Overlays: the base keeps its bytes, what changed is exactly what is kept, all of it can be taken back."""
 
-import copy
 import dataclasses
-import itertools
 import json
 import math
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,7 +14,6 @@ from attractor.continual.guard import Guard
 from attractor.continual.guarded import GuardedLearner
 from attractor.continual.learner import OnlineLearner
 from attractor.continual.overlay import Branch, Overlay, fingerprint
-from attractor.data import Batches
 from attractor.evaluate import evaluate
 
 KINDS = {
@@ -241,155 +237,6 @@ def test_mistakes(tmp_path):
     assert fingerprint(model_of()) == fingerprint(model_of()) != fingerprint(model_of(1))
 
 
-def domain(number, count, seed=0):
-    """Texts that are easy to tell apart: each repeats words of its own, with some noise."""
-    generator = np.random.default_rng([number, seed])
-    words = np.random.default_rng(number).permutation(10)[:5].reshape(1, 5)
-    text = np.tile(words, (count // 5 + 1, 1)).ravel()[:count]
-    noise = generator.random(count) < 0.1
-    return np.where(noise, generator.integers(0, 10, count), text)
-
-
-@pytest.fixture(scope="module")
-def home():
-    """A small model that has learned domain 0."""
-    model = model_of()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for inputs, targets in itertools.islice(Batches(domain(0, 4000), 16, 8, 0), 150):
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
-        optimizer.step()
-    return model
-
-
-def by_itself(model, archive=None, **options):
-    learn = LearnConfig(
-        budget=64, update=UpdateConfig(train=("decoders", "gates", "encoder"), learning_rate=1e-2)
-    )
-    settings = GuardConfig(learn=learn, attention="whole", piece=100, patience=2, tolerance=0.3, **options)
-    learner = GuardedLearner(copy.deepcopy(model), TOKENIZER, settings, archive=archive)
-    learner.calibrate(domain(0, 500, seed=9))
-    return learner
-
-
-def test_domains_are_found_without_labels(home, tmp_path):
-    """A, B, C, A, B: overlays open for B and C only, and B's is found again when B comes back."""
-    learner = by_itself(home)
-    before = {n: learner.perplexity(domain(n, 500, seed=5)) for n in (0, 1, 2)}
-    sources = []
-    for step, number in enumerate((0, 1, 2, 0, 1)):
-        for part in range(6):
-            seen = learner.observe(domain(number, 500, seed=10 * step + part + 20), source=None)
-        sources.append(seen.source)
-    assert sources == ["base", "domain-1", "domain-2", "base", "domain-1"]
-    assert learner.overlays().keys() == {"domain-1", "domain-2"}
-    after = {n: learner.perplexity(domain(n, 500, seed=5)) for n in (0, 1, 2)}
-    assert math.log(after[0] / before[0]) <= learner.guard.bound(8) / 8
-    assert after[1] < 0.7 * before[1]
-    assert after[2] < 0.7 * before[2]
-    learner.save(tmp_path / "saved")
-    loaded = GuardedLearner.load(tmp_path / "saved")
-    assert loaded.explained_by(domain(1, 100, seed=99)) == "domain-1"
-    assert loaded.explained_by(domain(0, 100, seed=99)) == "base"
-    assert loaded.explained_by(domain(3, 100, seed=99)) is None
-
-
-def test_a_single_odd_piece_opens_nothing(home):
-    learner = by_itself(home)
-    for number in (0, 1, 0, 2, 0, 3, 0):
-        learner.observe(domain(number, 100, seed=number + 40), source=None)
-    assert not learner.sources
-    assert learner.totals.tokens == 400  # the odd pieces taught nobody and are not counted as learned
-
-
-def test_overlays_that_make_room_are_archived(home, tmp_path):
-    learner = by_itself(home, archive=tmp_path / "archive", max_overlays=2)
-    for number in (1, 2, 3):
-        learner.observe(domain(number, 600), source=f"d{number}")
-    assert learner.sources.keys() == {"d2", "d3"}
-    learner.drop("d2")
-    learner.import_overlay(tmp_path / "archive" / "d1", "d1")
-    assert learner.overlays()["d1"]["tokens"] == 600
-    closed = by_itself(home, max_overlays=1)
-    closed.observe(domain(1, 100), source="d1")
-    with pytest.raises(ValueError, match="or give an archive"):
-        closed.observe(domain(2, 100), source="d2")
-    assert closed.sources.keys() == {"d1"}
-
-
-def test_unlabelled_texts_need_a_calibrated_base():
-    learner = guarded()
-    with pytest.raises(ValueError, match="call calibrate"):
-        learner.observe(stream(50), source=None)
-    learner.calibrate(stream(100))
-    with pytest.raises(ValueError, match="two tokens"):
-        learner.observe([1], source=None)
-
-
-@pytest.mark.parametrize("kind", ["patches", "encoder", "prototypes", "whole attention", "low rank", "grown"])
-def test_consolidation(kind, tmp_path):
-    """The base becomes the path; everything else predicts as before; and it can be taken back."""
-    alone = kind in ("low rank", "grown")
-    learner = guarded(kind)
-    learner.observe(stream(120), source="web")
-    if not alone:
-        learner.observe(stream(90, seed=1), source="mail")
-    learner.flush()
-    text, tokens = stream(64, seed=5), torch.from_numpy(stream(8))[None]
-    before, base = learner.perplexity(text), weights(learner.base)
-    expected = learner.sources["web"].branch.model.eval()(tokens)
-    others = {} if alone else {"mail": learner.sources["mail"].branch.model.eval()(tokens)}
-    pending = learner.consolidate("web", {"old": text}, tolerance=10.0)
-    torch.testing.assert_close(learner.base(tokens), expected, rtol=1e-5, atol=1e-5)
-    assert pending.figures.keys() == {"old"}
-    assert learner.sources.keys() == others.keys()
-    for name, logits in others.items():
-        assert torch.equal(learner.sources[name].branch.model.eval()(tokens), logits)
-        assert learner.sources[name].branch.overlay().base == learner.base_hash
-    with pytest.raises(ValueError, match="before saving"):
-        learner.save(tmp_path / "saved")
-    with pytest.raises(ValueError, match="a consolidation waits"):
-        learner.consolidate("mail", {"old": text})
-    for act in (
-        lambda: learner.forget("mail"), lambda: learner.observe(stream(9)), lambda: learner.drop("mail"),
-        lambda: learner.rollback("mail", 1),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match="a consolidation waits"):
-            act()
-    pending.revert()
-    assert same(weights(learner.base), base)
-    assert learner.perplexity(text) == before
-    with pytest.raises(ValueError, match="already"):
-        pending.confirm()
-    learner.consolidate("web", {"old": text}, tolerance=10.0).confirm()
-    with pytest.raises(ValueError, match="part of the base"):
-        learner.forget("web")
-    learner.observe(stream(40, seed=8), source="more")
-    learner.save(tmp_path / "saved")
-    loaded = GuardedLearner.load(tmp_path / "saved")
-    assert loaded.perplexity(text) == learner.perplexity(text)
-
-
-def test_consolidation_is_refused_where_it_hurts(home):
-    learner = by_itself(home)
-    learner.observe(domain(1, 3000), source="d1")
-    base = weights(learner.base)
-    with pytest.raises(ValueError, match=r"stays an overlay: more than 0\.3 % worse on home"):
-        learner.consolidate("d1", {"home": domain(0, 500)})
-    assert same(weights(learner.base), base)
-    assert "d1" in learner.sources
-    with pytest.raises(ValueError, match="without canaries"):
-        learner.consolidate("d1", {})
-    with pytest.raises(ValueError, match="there is no overlay 'd9'"):
-        learner.consolidate("d9", {"home": domain(0, 500)})
-    learner.consolidate("d1", {"its own": domain(1, 500)}).confirm()  # nobody was asked about home
-    low = guarded("low rank")
-    low.observe(stream(50), source="a")
-    low.observe(stream(50), source="b")
-    with pytest.raises(ValueError, match="drop or export them first"):
-        low.consolidate("a", {"x": stream(50)}, tolerance=10.0)
-
-
 def test_a_failed_lesson_is_accounted_for(monkeypatch):
     """What stays learned is counted and has a version; a new overlay that fails is not there at all."""
     learner = guarded()
@@ -419,36 +266,6 @@ def test_a_failed_lesson_is_accounted_for(monkeypatch):
     fresh = Branch(learner.base, roles=learner.config.learn.update.train)
     fresh.apply(held.versions[2])
     assert same(weights(fresh.model), weights(held.branch.model))
-
-
-def test_overlays_out_of_the_archive_are_known_again(home, tmp_path):
-    learner = by_itself(home, archive=tmp_path / "archive", max_overlays=1)
-    learner.observe(domain(1, 1500), source="d1")
-    assert learner.explained_by(domain(1, 100, seed=3)) == "d1"
-    learner.observe(domain(2, 1500), source="d2")
-    assert (tmp_path / "archive" / "d1").is_dir()
-    learner.observe(domain(1, 100, seed=4), source="d1")  # back again, with what it knew
-    assert learner.overlays()["d1"]["tokens"] == 1600
-    assert learner.explained_by(domain(1, 100, seed=3)) == "d1"
-    assert [folder.name for folder in (tmp_path / "archive").iterdir()] == ["d2"]
-    with pytest.raises(ValueError, match="would not fit another base"):
-        learner.consolidate("d1", {"x": domain(1, 100)}, tolerance=10.0)
-    with pytest.raises(ValueError, match="which saving replaces"):
-        learner.save(tmp_path)
-    assert "1,500 tokens of 'd2'" in learner.forget("d2")
-    assert not list((tmp_path / "archive").iterdir())
-    learner.export("d1", tmp_path / "d1")
-    learner.import_overlay(tmp_path / "d1", "again")  # the limit holds for imports too
-    assert learner.sources.keys() == {"again"}
-
-
-def test_a_young_overlay_does_not_claim_everything(home):
-    learner = by_itself(home)
-    for number, count in ((1, 2), (2, 6)):
-        for part in range(count):
-            seen = learner.observe(domain(number, 100, seed=part + 50), source=None)
-    assert seen.source == "domain-2"
-    assert learner.sources.keys() == {"domain-1", "domain-2"}
 
 
 def test_growth_ends_however_often_it_is_loaded(tmp_path):
@@ -487,13 +304,3 @@ def test_a_diverged_overlay_does_not_hurt():
     with torch.no_grad():
         learner.sources["web"].branch.model.apn_layers()[0].decoder.fill_(3e38)
     assert learner.perplexity(stream(64)) <= before * math.exp(learner.guard.bound(8) / 8)
-
-
-def test_consolidation_needs_a_plain_scale():
-    learner = guarded()
-    learner.config = dataclasses.replace(
-        learner.config, learn=dataclasses.replace(learner.config.learn, scale_factor=0.5)
-    )
-    learner.observe(stream(40), source="web")
-    with pytest.raises(ValueError, match="needs scale_factor=1"):
-        learner.consolidate("web", {"x": stream(40)})

@@ -70,8 +70,8 @@ def consolidate(
         raise ValueError("without canaries nobody knows what must not suffer: give one text or more")
     if learner.config.learn.scale_factor != 1:
         raise ValueError("a base has no scale_factor of its own: consolidation needs scale_factor=1")
-    if learner.archive is not None and learner.archive.is_dir() and any(learner.archive.iterdir()):
-        raise ValueError(f"overlays in {learner.archive} would not fit another base: move them first")
+    if learner.archive is not None and learner.archive.names():
+        raise ValueError(f"overlays in {learner.archive.folder} would not fit another base: move them first")
     held = learner.sources[learner._known(name)]
     learner.flush()
     others = {other: own for other, own in learner.sources.items() if other != name}

@@ -10,7 +10,6 @@ learner.rollback("kjv", version=3); learner.drop("kjv"); learner.export("kjv", f
 """
 
 import dataclasses
-import itertools
 import json
 import logging
 import math
@@ -24,14 +23,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attractor.checkpoint import load_model, remove_folder, write_folder
+from attractor.checkpoint import load_model, write_folder
+from attractor.continual import domains
 from attractor.continual.config import GuardConfig
 from attractor.continual.consolidate import Consolidation, consolidate
 from attractor.continual.gates import Surprise
 from attractor.continual.guard import BASE, Guard
 from attractor.continual.learner import OnlineLearner
 from attractor.continual.lesson import Observation, Text, Totals, tokens_of, whole_number
-from attractor.continual.overlay import Branch, Overlay, fingerprint
+from attractor.continual.overlay import Archive, Branch, Overlay, fingerprint
 from attractor.data import windows
 from attractor.evaluate import autocast, evaluate, perplexity
 from attractor.generate import generate
@@ -78,7 +78,7 @@ class GuardedLearner:
         self.sources: dict[str, Source] = {}
         self.totals = Totals()
         self.notes: dict[str, Any] = {}  # whoever feeds the stream may keep its own place here
-        self.archive = None if archive is None else Path(archive)
+        self.archive = None if archive is None else Archive(archive)
         self.usual = Surprise()  # what the base is used to, for texts without labels
         self.unclaimed: list[np.ndarray] = []  # pieces in a row that no path explains
         self.consolidated: list[str] = []  # sources whose overlays became part of the base
@@ -100,7 +100,7 @@ class GuardedLearner:
         self._settled()
         tokens = self._tokens(text)
         if source is None:
-            return self._observe_unlabelled(tokens)
+            return domains.observe(self, tokens)
         is_new = source not in self.sources
         held = self._open(source) if is_new else self.sources[source]
         try:
@@ -114,7 +114,8 @@ class GuardedLearner:
         if is_new:
             self._make_room()
             self.sources[source] = held
-            self._unarchive(source)
+            if self.archive is not None:
+                self.archive.remove(source)
         self._account(source, held, tokens, seen)
         return seen
 
@@ -132,53 +133,14 @@ class GuardedLearner:
         if self.consolidation is not None:
             raise ValueError("a consolidation waits: confirm or revert it first")
 
+    def explained_by(self, text: Text) -> str | None:
+        """The path that a text belongs to, by `domains.owner`; None if no path explains it."""
+        return domains.owner(self, self._tokens(text))
+
     def calibrate(self, text: Text) -> float:
         """What the base is used to: its losses on a text of its own domain. Returns their mean."""
         self.usual = Surprise().after(self._losses(self.base, self._tokens(text)))
         return self.usual.mean
-
-    def _observe_unlabelled(self, tokens: np.ndarray) -> Observation:
-        if not self.usual.tokens:
-            raise ValueError("without a source the base must know its own domain: call calibrate(text) first")
-        if len(tokens) < 2:
-            raise ValueError("a text without a source needs two tokens or more: the first is not predicted")
-        done = Observation()
-        for piece in np.array_split(tokens, -(-len(tokens) // self.config.piece)):
-            owner = self.explained_by(piece) if len(piece) > 1 else None
-            if owner == BASE:
-                self.unclaimed = []
-                losses = self._losses(self.base, piece)
-                seen = Observation(len(piece), float(losses.double().sum()), len(losses), source=BASE)
-                self.totals = self.totals.after(seen, self.totals.surprise)
-                done = done.then(seen)
-            elif owner is not None:
-                self.unclaimed = []
-                done = done.then(self.observe(piece, source=owner))
-            else:
-                self.unclaimed.append(piece)
-                if len(self.unclaimed) >= self.config.patience:
-                    name = self._new_name()
-                    log.info("nothing known explains the text: overlay %r is opened for it", name)
-                    done = done.then(self.observe(np.concatenate(self.unclaimed), source=name))
-                    self.unclaimed = []
-        return done
-
-    def explained_by(self, text: Text) -> str | None:
-        """The path that predicts a text best, of those that predict it no worse than they are used to.
-
-        Worse is a mean loss above the usual one by more than the tolerance and three standard errors.
-        """
-        tokens, known = self._tokens(text), {name: held.usual for name, held in self.sources.items()}
-        explaining = {}
-        for name, usual in ({BASE: self.usual} | known).items():
-            losses = self._losses(self._path(name), tokens)
-            error = usual.deviation / math.sqrt(len(losses))
-            if usual.tokens and float(losses.mean()) <= usual.mean + self.config.tolerance + 3 * error:
-                explaining[name] = float(losses.mean())
-        return min(explaining, key=lambda name: explaining[name]) if explaining else None
-
-    def _path(self, name: str) -> GPT:
-        return self.base if name == BASE else self.sources[name].branch.model
 
     @torch.no_grad()
     def _losses(self, path: GPT, tokens: np.ndarray) -> Tensor:
@@ -191,18 +153,12 @@ class GuardedLearner:
                 found.append(F.cross_entropy(logits.float(), targets.to(device).flatten(), reduction="none"))
         return torch.cat(found)
 
-    def _new_name(self) -> str:
-        archived = self.archive.iterdir() if self.archive is not None and self.archive.is_dir() else ()
-        used = {*self.sources, *(folder.name for folder in archived)}
-        return next(name for n in itertools.count(1) if (name := f"domain-{n}") not in used)
-
     def _open(self, source: str) -> Source:
         """A new source, or one out of the archive; not yet one of ours."""
         self._check_name(source)
         self._check_room()
-        if self._archived(source):
-            assert self.archive is not None
-            return self._from_folder(self.archive / source)
+        if self.archive is not None and self.archive.has(source):
+            return self._from_folder(self.archive.folder / source)
         return self._new_source()
 
     def _from_folder(self, folder: str | Path) -> Source:
@@ -211,15 +167,6 @@ class GuardedLearner:
         held.tokens, held.last_used = whole_number(notes.get("tokens", 0)), self.totals.tokens
         held.usual = Surprise.from_list(notes.get("usual", [0.0, 0.0, 0]))
         return held
-
-    def _archived(self, name: str) -> bool:
-        return self.archive is not None and (self.archive / name / "overlay.json").is_file()
-
-    def _unarchive(self, name: str) -> None:
-        """It is one of ours again."""
-        if self._archived(name):
-            assert self.archive is not None
-            remove_folder(self.archive / name)
 
     def _check_room(self) -> None:
         if len(self.sources) >= self.config.max_overlays and self.archive is None:
@@ -234,9 +181,9 @@ class GuardedLearner:
             return
         assert self.archive is not None, "checked when the overlay was opened"
         oldest = min(self.sources, key=lambda name: self.sources[name].last_used)
-        self.export(oldest, self.archive / oldest)
+        self.export(oldest, self.archive.folder / oldest)
         del self.sources[oldest]
-        log.info("overlay %r went to %s to make room", oldest, self.archive / oldest)
+        log.info("overlay %r went to %s to make room", oldest, self.archive.folder)
 
     def flush(self) -> Observation:
         """Learn from the tokens of every source that wait for the next update."""
@@ -369,9 +316,9 @@ class GuardedLearner:
         if source in self.sources:
             tokens = self.sources[source].tokens
             self.drop(source)
-        elif self._archived(source):
-            tokens = self._from_folder(cast(Path, self.archive) / source).tokens
-            self._unarchive(source)
+        elif self.archive is not None and self.archive.has(source):
+            tokens = self._from_folder(self.archive.folder / source).tokens
+            self.archive.remove(source)
         else:
             raise ValueError(f"nothing is kept apart for {source!r}; overlays: {sorted(self.sources)}")
         return f"removed everything that {tokens:,} tokens of {source!r} taught"
@@ -413,8 +360,8 @@ class GuardedLearner:
         """The base, and for every overlay its versions; loading gives the same predictions to the bit."""
         if self.consolidation is not None:
             raise ValueError("a consolidation waits: confirm or revert it before saving")
-        if self.archive is not None and self.archive.resolve().is_relative_to(Path(folder).resolve()):
-            raise ValueError(f"the archive {self.archive} lies in {folder}, which saving replaces; move it")
+        if self.archive is not None and self.archive.folder.resolve().is_relative_to(Path(folder).resolve()):
+            raise ValueError(f"the archive lies in {folder}, which saving replaces; move it")
         self.flush()
 
         def fill(partial: Path) -> None:

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from attractor import monitor, ops
+from attractor import monitor
 from attractor.checkpoint import load_model, write_folder
 from attractor.config import PrecisionName, check_choice
 from attractor.continual.allocate import Allocator, Habits
@@ -41,6 +41,7 @@ from attractor.continual.lesson import (
     tokens_of,
     whole_number,
 )
+from attractor.continual.prototypes import pull, turn
 from attractor.continual.update import (
     LocalUpdate,
     NotFiniteUpdate,
@@ -49,7 +50,6 @@ from attractor.continual.update import (
     most_specific,
     precise,
     taught_patches,
-    write_rows,
 )
 from attractor.data import IGNORED
 from attractor.evaluate import autocast, evaluate, perplexity, routing
@@ -243,7 +243,8 @@ class OnlineLearner:
         chosen, counts = self._usage(stats, counted, admission.admitted)
         lesson = Lesson(inputs.numel(), taught, gradients, chosen, counts)
         if self.config.prototype_rate:
-            toward, amount = self._pulls(stats, captured, admission.admitted)
+            pulls = {n: pull(self.layers[n], stats[n], x, admission.admitted) for n, x in captured.items()}
+            toward, amount = ({number: pair[part] for number, pair in pulls.items()} for part in (0, 1))
             lesson = dataclasses.replace(lesson, toward=toward, amount=amount)
         if self.config.allocation.mode != "off":
             outlook = {
@@ -272,24 +273,6 @@ class OnlineLearner:
             counts[number] = torch.bincount(selected[selected >= 0], minlength=layer.num_patches)
         return chosen, counts
 
-    @torch.no_grad()
-    def _pulls(
-        self, stats: Mapping[Any, RoutingStats], captured: Mapping[Any, Tensor], admitted: Tensor
-    ) -> tuple[dict[Any, Tensor], dict[Any, Tensor]]:
-        """For each patch: the weighted sum of the admitted tokens that chose it, and of their weights."""
-        towards, amounts = {}, {}
-        for number, layer in self.layers.items():
-            tokens = layer.represent(captured[number][admitted])
-            indices, weights = stats[number].indices[admitted], stats[number].weights.detach()[admitted]
-            toward = tokens.new_zeros(layer.num_patches, tokens.shape[1])
-            amount = tokens.new_zeros(layer.num_patches)
-            for slot in range(indices.shape[1]):  # not index_add_, whose atomics differ from run to run
-                weight, patch = weights[:, slot].to(tokens), (indices[:, slot].clamp(min=0),)
-                toward.index_put_(patch, weight[:, None] * tokens, accumulate=True)
-                amount.index_put_(patch, weight, accumulate=True)
-            towards[number], amounts[number] = toward, amount
-        return towards, amounts
-
     def _learn(self, lesson: Lesson, token: int, undo: Undo) -> tuple[Observation, dict[Any, Habits]]:
         """One update from a lesson. What it changes is taken back by `undo`; counters are the caller's."""
         habits = {n: self.allocator.with_usage(n, lesson.counts[n], lesson.tokens) for n in lesson.counts}
@@ -306,7 +289,8 @@ class OnlineLearner:
                 changes = self.update.step(taught, gradient_scale=1 / lesson.taught, undo=undo)
             if self.config.prototype_rate:
                 for number, patches in taught.items():
-                    self._move_prototypes(number, patches, lesson, undo)
+                    toward, amount = lesson.toward[number], lesson.amount[number]
+                    turn(self.layers[number], patches, toward, amount, self.config.prototype_rate, undo)
         events = []
         for number, outlook in lesson.outlook.items():
             habits[number], event = self.allocator.allocate(
@@ -317,20 +301,6 @@ class OnlineLearner:
             updates=int(lesson.taught > 0), patches={n: len(patches) for n, patches in taught.items()},
             largest_change=changes, allocations=tuple(events), source=self.source,
         ), habits  # fmt: skip
-
-    @torch.no_grad()
-    def _move_prototypes(self, number: Any, patches: Tensor, lesson: Lesson, undo: Undo) -> None:
-        """A step of `rate` from a prototype's direction towards its tokens'; lengths stay (by group)."""
-        layer, groups = self.layers[number], self.layers[number].config.routing_groups
-        toward, amount = lesson.toward[number], lesson.amount[number]
-        pulled = patches[amount[patches] > 0]
-        old = precise(layer.prototypes[pulled]).unflatten(-1, (groups, -1))
-        mean = precise(toward[pulled]).unflatten(-1, (groups, -1))
-        turned = ops.unit(torch.lerp(ops.unit(old), ops.unit(mean), self.config.prototype_rate))
-        new = (turned * old.norm(dim=-1, keepdim=True)).flatten(1)
-        if not new.isfinite().all():
-            raise NotFiniteUpdate("a prototype would not be finite; nothing was changed")
-        write_rows(layer.prototypes, pulled, new, undo)
 
     @contextmanager
     def _gradients(self, gradients: Mapping[str, Tensor]) -> Iterator[None]:

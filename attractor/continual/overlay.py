@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from attractor.checkpoint import write_folder
+from attractor.checkpoint import remove_folder, write_folder
 from attractor.config import check_choice, check_size
 from attractor.continual.baselines.lora import LowRank
 from attractor.continual.config import AttentionName
@@ -125,6 +125,24 @@ class Overlay:
             return cls(described["base"], rows, parts["whole"], parts["factor"], described["notes"])
         except (OSError, LookupError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
             raise ValueError(f"{folder} holds no overlay that can be read: {error}") from error
+
+
+class Archive:
+    """A folder of overlays that had to make room, by name."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+
+    def names(self) -> list[str]:
+        found = self.folder.iterdir() if self.folder.is_dir() else ()
+        return sorted(place.name for place in found if (place / "overlay.json").is_file())
+
+    def has(self, name: str) -> bool:
+        return name in self.names()
+
+    def remove(self, name: str) -> None:
+        if self.has(name):
+            remove_folder(self.folder / name)
 
 
 class Branch:
