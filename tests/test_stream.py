@@ -217,3 +217,37 @@ def test_guard_settings_need_the_guard(run_folder, capsys):
     assert run("adapt", "run", "--data", "b.txt", "--device", "cpu", "--resume") == 1
     assert "was adapted with --guard" in capsys.readouterr().err
     assert run("adapt", "run", "--data", "b.txt", "--device", "cpu", "--resume", "--guard") == 0
+
+
+def test_unlabelled(run_folder, capsys):
+    options = ("--guard", "--unlabelled", "--device", "cpu")
+    assert run(
+        "train", "tiny_apn", "--data.source", "a.txt", "--model.context", 8, "--model.dim", 16,
+        "--model.num-layers", 2, "--train.max-steps", 150, "--train.batch-size", 4, "--train.learning-rate",
+        "1e-2", "--device", "cpu", "--out", "taught",
+    ) == 0  # fmt: skip
+    (run_folder / "c.txt").write_text("q,qq,,qnq,uq,n" * 600)
+    assert run("adapt", "taught", "--data", "c.txt", "a.txt", *options, "--update.learning-rate", "1e-2") == 0
+    assert run("overlays", "taught-adapted", "list") == 0
+    assert "domain-1" in capsys.readouterr().out
+    assert run("adapt", "run", "--data", "c.txt", "--unlabelled", "--device", "cpu", "--out", "x") == 1
+    assert "without --guard" in capsys.readouterr().err
+
+
+def test_consolidating(run_folder, capsys):
+    options = ("--guard", "--device", "cpu", "--update.learning-rate", "1e-2", "--budget", 64)
+    assert run("adapt", "run", "--data", "b.txt", *options) == 0
+    base = GPT.from_pretrained(find_model(run_folder / "run-adapted"))
+
+    def consolidate(*arguments):
+        capsys.readouterr()
+        code = run("overlays", "run-adapted", "consolidate", "b", "--canary", "b.txt", *arguments)
+        return code, "".join(capsys.readouterr())
+
+    assert "nothing was changed" in consolidate("--tolerance", 10)[1]
+    same = GPT.from_pretrained(find_model(run_folder / "run-adapted"))
+    assert all(torch.equal(a, b) for a, b in zip(base.parameters(), same.parameters(), strict=True))
+    assert consolidate("--tolerance", 10, "--confirm")[0] == 0
+    after = GPT.from_pretrained(find_model(run_folder / "run-adapted"))
+    assert not all(torch.equal(a, b) for a, b in zip(base.parameters(), after.parameters(), strict=True))
+    assert consolidate()[0] == 1  # it is no overlay any more

@@ -41,6 +41,8 @@ class Adapt:
     """Go on with an adaptation that was stopped."""
     guard: bool = False
     """Learn every text in an overlay of its own and mix it with the untouched base: bounded forgetting."""
+    unlabelled: bool = False
+    """With --guard, do not tell where a text is from: overlays open, and are found again, by themselves."""
     prior: float = GuardConfig.prior
     """With --guard, the weight of the base: a window costs at most log(1 / prior) nats more than the base."""
     attention: AttentionName = GuardConfig.attention
@@ -76,8 +78,21 @@ class Adapt:
             for name, source in zip(names, self.data, strict=True)
         }
         canary = self._canary(learner.tokenizer)
+        if self.unlabelled:
+            if not isinstance(learner, GuardedLearner) or canary is None:
+                raise ValueError("--unlabelled needs --guard, and a canary to know what the base is used to")
+            learner.calibrate(canary)
         with stop_on_signal() as stopped, _bar(sum(map(len, texts.values()))) as report:
-            summary = adapt(learner, texts, out, canary=canary, every=self.every, stop=stopped, report=report)
+            summary = adapt(
+                learner,
+                texts,
+                out,
+                canary=canary,
+                every=self.every,
+                stop=stopped,
+                report=report,
+                labelled=not self.unlabelled,
+            )
         write_result(
             out / "summary.json",
             {"experiment": "adapt", "config": learner.config.to_dict(), "seed": None, **summary},
@@ -107,7 +122,7 @@ class Adapt:
             learn=self.learn, prior=self.prior, attention=self.attention, attention_rank=self.attention_rank,
             switch_rate=self.switch_rate, pause=pause,
         )  # fmt: skip
-        if not self.guard and mix != GuardConfig(learn=self.learn):
+        if not self.guard and (self.unlabelled or mix != GuardConfig(learn=self.learn)):
             raise ValueError("settings of the guard were given without --guard")
         found = find_model(out / "learner" if self.resume else self.run_folder)
         if not self.resume and (out / "learner").exists():
@@ -208,6 +223,34 @@ class OverlayImport:
 
 
 @dataclass(kw_only=True)
+class OverlayConsolidate:
+    """Make an overlay the base, if no canary suffers; shows the figures, and does it with --confirm."""
+
+    name: tyro.conf.Positional[str]
+    canary: tuple[str, ...]
+    """What must not suffer: names of `attractor data list` or files."""
+    tolerance: float = 0.003
+    """How much worse a canary may be predicted, as a share of its perplexity."""
+    confirm: bool = False
+    """Without it nothing is changed; with it there is no way back."""
+
+    def act(self, learner: GuardedLearner) -> bool:
+        if learner.tokenizer is None:
+            raise ValueError("there is no tokenizer.json: the canaries cannot be read")
+        canaries = {source: _tokens(source, learner.tokenizer) for source in self.canary}
+        pending = learner.consolidate(self.name, canaries, self.tolerance)
+        for source, (before, after) in pending.figures.items():
+            print(f"{source}: perplexity {before:.3f} -> {after:.3f} without a guard")
+        if not self.confirm:
+            pending.revert()
+            print("nothing was changed; --confirm makes it the base")
+            return False
+        pending.confirm()
+        print(f"{self.name} is part of the base now")
+        return True
+
+
+@dataclass(kw_only=True)
 class Overlays:
     """Look after what a guarded model has learned beside its base."""
 
@@ -218,7 +261,8 @@ class Overlays:
         | Annotated[OverlayDrop, tyro.conf.subcommand("drop")]
         | Annotated[OverlayRollback, tyro.conf.subcommand("rollback")]
         | Annotated[OverlayExport, tyro.conf.subcommand("export")]
-        | Annotated[OverlayImport, tyro.conf.subcommand("import")],
+        | Annotated[OverlayImport, tyro.conf.subcommand("import")]
+        | Annotated[OverlayConsolidate, tyro.conf.subcommand("consolidate")],
         tyro.conf.arg(name=""),
     ]
 

@@ -28,7 +28,7 @@ class Learner(Protocol):
 
     @property
     def budget(self) -> int: ...
-    def observe(self, text: Any, source: str) -> Observation: ...
+    def observe(self, text: Any, source: str | None) -> Observation: ...
     def flush(self) -> Observation: ...
     def perplexity(self, text: Any) -> float: ...
     def usage_entropy(self) -> float: ...
@@ -44,12 +44,14 @@ def adapt(
     canary: np.ndarray | None = None,
     every: int = 16_384,
     save_every: int = 16,
+    labelled: bool = True,
     stop: Callable[[], bool] = lambda: False,
     report: Report = lambda record: None,
 ) -> dict[str, Any]:
     """Observe every text in pieces of `every` tokens (rounded up to the budget), with a record after each.
 
     A checkpoint is written every `save_every` pieces, after each text, when stopped and when a piece fails.
+    Without labels the learner is not told which text a piece is from.
     Returns the canary's perplexity before and after, and for each text the loss of its first and last piece.
     """
     plan = [[name, len(tokens), _hash(tokens)] for name, tokens in texts.items()]
@@ -79,7 +81,7 @@ def adapt(
             name = names[notes["text"]]
             tokens = texts[name][notes["offset"] : notes["offset"] + every]
             try:
-                seen = learner.observe(tokens, source=name)
+                seen = learner.observe(tokens, source=name if labelled else None)
             except Exception as error:  # what was learned before it stays learned
                 done = getattr(error, "observed", Observation()).tokens
                 notes = {**notes, "offset": notes["offset"] + done}
