@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attractor.layer import APN, LOCAL_ROLES, PATCH_ROLES, ROLES, check_roles
+from attractor.layer import APN, LOCAL_ROLES, PATCH_ROLES, ROLES, check_roles, mode
 from attractor.model import GPT
 from attractor.moe import MoE
 
@@ -102,10 +102,8 @@ class _ActiveSets(NamedTuple):
 
 def _active_sets(layer: APN, tokens: Tensor) -> _ActiveSets:
     """Routing without dropout, of the tokens that are routed at all."""
-    was_training = layer.training
-    layer.eval()
-    _, stats = layer(tokens.reshape(-1, layer.dim), return_stats=True)
-    layer.train(was_training)
+    with mode(layer, training=False):
+        _, stats = layer(tokens.reshape(-1, layer.dim), return_stats=True)
     routed = stats.indices[:, 0] >= 0
     z = tokens.reshape(-1, layer.dim)[routed]
     return _ActiveSets(

@@ -48,7 +48,27 @@ def evaluate(
 
 
 @torch.no_grad()
-def routing(model: GPT, tokens: np.ndarray, *, batch_size: int = 64) -> dict[int, RoutingStats]:
+def token_losses(
+    model: GPT, tokens: np.ndarray, *, autocast: Callable[[], AbstractContextManager] = nullcontext
+) -> Tensor:
+    """(n - 1) the loss of each token but the first, in the windows of `evaluate`."""
+    device, found = model.embedding.weight.device, []
+    with mode(model, training=False):
+        for inputs, targets, _ in windows(tokens, model.config.context, 64):
+            with autocast():
+                logits = model(inputs.to(device)).flatten(0, 1)
+            found.append(F.cross_entropy(logits.float(), targets.to(device).flatten(), reduction="none"))
+    return torch.cat(found)
+
+
+@torch.no_grad()
+def routing(
+    model: GPT,
+    tokens: np.ndarray,
+    *,
+    batch_size: int = 64,
+    autocast: Callable[[], AbstractContextManager] = nullcontext,
+) -> dict[int, RoutingStats]:
     """What the router of each APN layer does with every token but the last, on the CPU.
 
     The two regularisers are means over batches.
@@ -57,9 +77,11 @@ def routing(model: GPT, tokens: np.ndarray, *, batch_size: int = 64) -> dict[int
     parts: dict[int, list[RoutingStats]] = defaultdict(list)
     with mode(model, training=False):
         for inputs, _, _ in windows(tokens, model.config.context, batch_size):
-            for layer, stats in model(inputs.to(device), return_stats=True)[1].items():
+            with autocast():
+                _, found = model(inputs.to(device), return_stats=True)
+            for layer, stats in found.items():
                 parts[layer].append(stats)
-    return {layer: _joined(found) for layer, found in parts.items()}
+    return {layer: _joined(pieces) for layer, pieces in parts.items()}
 
 
 def _joined(parts: list[RoutingStats]) -> RoutingStats:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attractor.config import check_number, check_size
+from attractor.layer import mode
 from attractor.model import GPT
 
 
@@ -52,10 +53,8 @@ def _generate(
     for _ in range(max_tokens):
         if cache.length + unread.shape[1] > context:
             unread, cache = text[:, -max(1, context // 2) :], model.new_cache(len(prompt), after=cache)
-        was_training = model.training
-        model.eval()
-        logits = model(unread, cache=cache)[:, -1].float()
-        model.train(was_training)
+        with mode(model, training=False):
+            logits = model(unread, cache=cache)[:, -1].float()
         token = sample(logits, temperature, top_k, top_p, random)
         yield token
         unread = token[:, None]

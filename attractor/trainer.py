@@ -19,7 +19,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -37,7 +36,7 @@ from attractor.checkpoint import (
 from attractor.config import RunConfig, TrainConfig
 from attractor.data import Batches, Dataset
 from attractor.distributed import World, average_gradients, spread
-from attractor.evaluate import autocast, evaluate, perplexity
+from attractor.evaluate import autocast, evaluate, perplexity, routing
 from attractor.layer import APN, ROLES, warmup_factor
 from attractor.model import GPT
 
@@ -260,18 +259,12 @@ class Trainer:
         patience = self.config.train.patience
         return patience is not None and self.evaluations_since_best >= patience
 
-    @torch.no_grad()
     def _routing(self) -> dict[str, float]:
-        """Routing health of every APN layer on a piece of the validation text."""
-        context = self.config.model.context
-        length = min(len(self.dataset.val), 8 * context) // context * context or len(self.dataset.val)
-        tokens = torch.from_numpy(self.dataset.val[:length].astype(np.int64)).to(self.device)
-        self.model.eval()
-        with self.autocast():
-            _, stats = self.model(tokens.view(-1, min(context, length)), return_stats=True)
+        """Routing health of every routed layer on a piece of the validation text."""
+        piece = self.dataset.val[: 8 * self.config.model.context + 1]
         values: dict[str, float] = {}
-        for layer, layer_stats in stats.items():
-            values |= monitor.summary(layer_stats, prefix=f"apn/{layer}/")
+        for layer, stats in routing(self.model, piece, autocast=self.autocast).items():
+            values |= monitor.summary(stats, prefix=f"apn/{layer}/")
         return values
 
     def _speed(self, steps: int, seconds: float) -> dict[str, float]:

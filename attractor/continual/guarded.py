@@ -1,12 +1,12 @@
 """GuardedLearner: learns every source in an overlay of its own, and never costs more than the bound.
 
+    learner = GuardedLearner.load("runs/tiny_apn")
+    learner.observe(text, source="kjv")             # the base is not touched
+    learner.perplexity(held_out)                    # the mixture of base and overlays, by evidence
+    learner.rollback("kjv", version=3); learner.drop("kjv"); learner.export("kjv", folder)
+
 What is saved are the base and the overlays with their versions; moments of the optimizer and the context of a
 stream are not, so a loaded learner predicts to the bit and learns on with fresh moments.
-
-learner = GuardedLearner.load("runs/tiny_apn")
-learner.observe(text, source="kjv")             # the base is not touched
-learner.perplexity(held_out)                    # the mixture of base and overlays, by evidence
-learner.rollback("kjv", version=3); learner.drop("kjv"); learner.export("kjv", folder)
 """
 
 import dataclasses
@@ -15,13 +15,13 @@ import logging
 import math
 import re
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self, cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from attractor.checkpoint import load_model, write_folder
 from attractor.continual import domains
@@ -32,10 +32,8 @@ from attractor.continual.guard import BASE, Guard
 from attractor.continual.learner import OnlineLearner
 from attractor.continual.lesson import Observation, Text, Totals, tokens_of, whole_number
 from attractor.continual.overlay import Archive, Branch, Overlay, fingerprint
-from attractor.data import windows
-from attractor.evaluate import autocast, evaluate, perplexity
+from attractor.evaluate import autocast, evaluate, perplexity, token_losses
 from attractor.generate import generate
-from attractor.layer import mode
 from attractor.model import GPT
 from attractor.tokenizer import Tokenizer
 
@@ -142,16 +140,15 @@ class GuardedLearner:
         self.usual = Surprise().after(self._losses(self.base, self._tokens(text)))
         return self.usual.mean
 
-    @torch.no_grad()
     def _losses(self, path: GPT, tokens: np.ndarray) -> Tensor:
-        """Of every token but the first, in windows of the context."""
-        device, found = self.base.embedding.weight.device, []
-        with mode(path, training=False):
-            for inputs, targets, _ in windows(tokens, path.config.context, 64):
-                with autocast(device, self.precision):
-                    logits = path(inputs.to(device)).flatten(0, 1)
-                found.append(F.cross_entropy(logits.float(), targets.to(device).flatten(), reduction="none"))
-        return torch.cat(found)
+        return token_losses(path, tokens, autocast=self._autocast)
+
+    def _autocast(self) -> AbstractContextManager:
+        return autocast(self.device, self.precision)
+
+    @property
+    def device(self) -> torch.device:
+        return self.base.embedding.weight.device
 
     def _open(self, source: str) -> Source:
         """A new source, or one out of the archive; not yet one of ours."""
@@ -162,7 +159,7 @@ class GuardedLearner:
         return self._new_source()
 
     def _from_folder(self, folder: str | Path) -> Source:
-        overlay = Overlay.load(folder, device=self.base.embedding.weight.device)
+        overlay = Overlay.load(folder, device=self.device)
         held, notes = self._new_source(overlay), overlay.notes
         held.tokens, held.last_used = whole_number(notes.get("tokens", 0)), self.totals.tokens
         held.usual = Surprise.from_list(notes.get("usual", [0.0, 0.0, 0]))
@@ -233,17 +230,14 @@ class GuardedLearner:
             paths, prior=config.prior, window=config.window, switch_rate=config.switch_rate,
             pause=config.pause,
         )  # fmt: skip
-        return guard.to(self.base.embedding.weight.device).eval()
+        return guard.to(self.device).eval()
 
     def perplexity(self, text: Text) -> float:
         tokens = self._tokens(text)
-        device = self.base.embedding.weight.device
-        with torch.no_grad():
-            loss = evaluate(cast(GPT, self.guard), tokens, autocast=lambda: autocast(device, self.precision))
-        return perplexity(loss)
+        return perplexity(evaluate(cast(GPT, self.guard), tokens, autocast=self._autocast))
 
     def generate(self, prompt: str, **options: Any) -> str:
-        tokens = torch.from_numpy(self._tokens(prompt))[None].to(self.base.embedding.weight.device)
+        tokens = torch.from_numpy(self._tokens(prompt))[None].to(self.device)
         written = generate(cast(GPT, self.guard), tokens, **options)
         return cast(Tokenizer, self.tokenizer).decode(tokens[0].tolist() + [int(token) for token in written])
 
@@ -251,7 +245,7 @@ class GuardedLearner:
         """How much each path counts after the last tokens of a text, as many as the context holds."""
         tokens = torch.from_numpy(self._tokens(text)[-self.base.config.context :])[None]
         guard = self.guard
-        weights = guard.posterior(tokens.to(self.base.embedding.weight.device))[0, -1]
+        weights = guard.posterior(tokens.to(self.device))[0, -1]
         return dict(zip(guard.names, weights.tolist(), strict=True))
 
     def usage_entropy(self) -> float:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from attractor.config import check_choice, check_number
 from attractor.continual.update import NotFiniteUpdate
 from attractor.data import IGNORED, Batch
+from attractor.layer import mode
 from attractor.model import GPT, Block
 
 Train = Literal["all", "ffn"] | Sequence[nn.Parameter]
@@ -65,20 +66,18 @@ class Baseline:
         Where a loss or a gradient is not finite, raises NotFiniteUpdate, and nothing was changed.
         """
         inputs, targets = check_batch(self.model, (inputs, targets))
-        was_training = self.model.training
-        self.model.train(self.dropout)
         try:
-            loss = self.loss(inputs, targets)
-            gradients = self.gradients(loss + self.penalty())
-            for parameter, gradient in zip(self.trainable, gradients, strict=True):
-                parameter.grad = gradient
-            self.project_gradients()
+            with mode(self.model, training=self.dropout):
+                loss = self.loss(inputs, targets)
+                gradients = self.gradients(loss + self.penalty())
+                for parameter, gradient in zip(self.trainable, gradients, strict=True):
+                    parameter.grad = gradient
+                self.project_gradients()
             if self.clip_norm is not None:
                 nn.utils.clip_grad_norm_(self.trainable, self.clip_norm)
             self.optimizer.step()
         finally:
             self.optimizer.zero_grad()
-            self.model.train(was_training)
         return float(loss.detach())
 
     def penalty(self) -> Tensor | float:

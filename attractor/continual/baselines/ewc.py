@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from attractor.config import check_choice, check_number
 from attractor.continual.baselines.baseline import Baseline, Options, Train, check_batch
 from attractor.data import IGNORED, Batch, Batches
+from attractor.layer import mode
 from attractor.model import GPT
 
 LabelsName = Literal["model", "data"]
@@ -79,9 +80,7 @@ class EWC(Baseline):
         if isinstance(anchor, Batches):
             raise ValueError("anchor never ends: give itertools.islice(batches, n) or a list of batches")
         squares, count = [torch.zeros_like(total) for total in self.fisher], 0
-        was_training = self.model.training
-        self.model.eval()
-        try:
+        with mode(self.model, training=False):
             for batch in anchor:
                 for inputs, targets in zip(*check_batch(self.model, batch, "the anchor"), strict=True):
                     logits = self.logits(inputs[None])[0]
@@ -91,8 +90,6 @@ class EWC(Baseline):
                     for square, gradient in zip(squares, self.gradients(surprise), strict=True):
                         square += gradient.to(square.dtype).square()
                     count += 1
-        finally:
-            self.model.train(was_training)
         if count == 0:
             raise ValueError("anchor is empty: give batches of the text to remember")
         return [square / count for square in squares]
