@@ -7,6 +7,7 @@ h' = h + Attention(Norm(h));  y = h' + FFN(Norm(h')).
     model.save_pretrained("my-model"); GPT.from_pretrained("my-model")
 """
 
+import copy
 import dataclasses
 import os
 from pathlib import Path
@@ -31,6 +32,13 @@ class KVCache:
         shape = (batch, config.num_heads, config.context, config.dim // config.num_heads)
         self.layers = [(weight.new_zeros(shape), weight.new_zeros(shape)) for _ in range(config.num_layers)]
         self.length = 0
+
+    def split(self, parts: int) -> list["KVCache"]:
+        """The same memory as caches of their own, for parts of the batch that go on apart."""
+        views = [copy.copy(self) for _ in range(parts)]
+        for number, view in enumerate(views):
+            view.layers = [(k.chunk(parts)[number], v.chunk(parts)[number]) for k, v in self.layers]
+        return views
 
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         end = self.length + keys.shape[2]

@@ -131,7 +131,9 @@ def test_a_young_overlay_does_not_claim_everything(home):
     assert learner.sources.keys() == {"domain-1", "domain-2"}
 
 
-@pytest.mark.parametrize("kind", ["patches", "encoder", "prototypes", "whole attention", "low rank", "grown"])
+@pytest.mark.parametrize(
+    "kind", ["patches", "encoder", "prototypes", "whole attention", "everything", "low rank", "grown"]
+)
 def test_consolidation(kind, tmp_path):
     """The base becomes the path; everything else predicts as before; and it can be taken back."""
     alone = kind in ("low rank", "grown")

@@ -22,6 +22,8 @@ KINDS = {
     "prototypes": {"train": ("decoders", "prototypes")},
     "low rank": {"attention": "low_rank"},
     "whole attention": {"attention": "whole"},
+    "everything": {"attention": "whole", "also": ("embedding", "norms")},
+    "embedding": {"attention": "low_rank", "also": ("embedding",)},
     "grown": {"allocation": {"mode": "grow", "novelty": 100.0, "window": 1, "cooldown": 40}},
     "recycled": {"allocation": {"mode": "replace", "novelty": 100.0, "window": 1, "cooldown": 40}},
     "following": {"prototype_rate": 0.1},
@@ -78,7 +80,11 @@ def test_an_overlay_is_exactly_what_changed(kind):
             assert number >= len(base[name]) or not torch.equal(row, base[name][number])
     assert overlay.nbytes > 0
     fresh = Branch(
-        learner.base, roles=learner.config.learn.update.train, attention=learner.config.attention, seed=7
+        learner.base,
+        roles=learner.config.learn.update.train,
+        attention=learner.config.attention,
+        also=learner.config.also,
+        seed=7,
     )
     fresh.apply(overlay)
     assert same(weights(fresh.model), weights(branch.model))
@@ -225,7 +231,14 @@ def test_mistakes(tmp_path):
             act("nobody")
     with pytest.raises(ValueError, match="the text is empty"):
         learner.perplexity([])
-    for wrong in ({"prior": 1.0}, {"pause": 0.1, "switch_rate": 0.1}, {"attention": "some"}, {"window": 0}):
+    for wrong in (
+        {"prior": 1.0},
+        {"pause": 0.1, "switch_rate": 0.1},
+        {"attention": "some"},
+        {"window": 0},
+        {"also": "norms"},
+        {"also": ("heads",)},
+    ):
         with pytest.raises(ValueError):
             GuardConfig(**wrong)
     config = GuardConfig(attention="whole", learn=LearnConfig(budget=5))

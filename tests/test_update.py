@@ -51,12 +51,14 @@ def test_untaught_patches_keep_their_bytes(variant, rule):
                 assert torch.equal(value, before[key]), key
 
 
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
 @pytest.mark.parametrize("rule", ["sgd", "adamw"])
-def test_teaching_every_patch_is_the_usual_optimizer(rule):
+def test_teaching_every_patch_is_the_usual_optimizer(rule, clip_norm):
+    """With a schedule and with clipped gradients, too."""
     layer = build()
     usual = copy.deepcopy(layer)
     roles = ("decoders", "gates", "prototypes", "encoder")
-    update = LocalUpdate({0: layer}, UpdateConfig(train=roles, rule=rule, learning_rate=1e-2))
+    update = LocalUpdate({0: layer}, UpdateConfig(train=roles, rule=rule, clip_norm=clip_norm))
     options = {"lr": 1e-2}
     optimizer = (
         torch.optim.SGD(usual.parameters(), **options)
@@ -66,6 +68,9 @@ def test_teaching_every_patch_is_the_usual_optimizer(rule):
     for step in range(20):
         random_gradients(layer, step)
         random_gradients(usual, step)
+        update.learning_rate = optimizer.param_groups[0]["lr"] = 1e-2 * (1 - step / 20)
+        if clip_norm is not None:
+            torch.nn.utils.clip_grad_norm_(usual.parameters(), clip_norm)
         update.step({0: torch.arange(layer.num_patches)})
         optimizer.step()
     for ours, theirs in zip(layer.parameters(), usual.parameters(), strict=True):

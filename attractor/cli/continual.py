@@ -13,7 +13,7 @@ from attractor import distributed
 from attractor.checkpoint import find_model
 from attractor.cli.common import INTERRUPTED, dataset_of
 from attractor.config import RunConfig, check_size
-from attractor.continual.config import AttentionName, GuardConfig, LearnConfig
+from attractor.continual.config import AlsoName, AttentionName, GuardConfig, LearnConfig
 from attractor.continual.guard import BASE
 from attractor.continual.guarded import GuardedLearner
 from attractor.continual.learner import OnlineLearner
@@ -49,6 +49,8 @@ class Adapt:
     """With --guard, what an overlay may change in attention: nothing, low-rank deltas, or whole matrices."""
     attention_rank: int = GuardConfig.attention_rank
     """Rank of those deltas."""
+    also: tuple[AlsoName, ...] = ()
+    """With --guard, what else an overlay may change; tokens the base never saw need "embedding"."""
     switch_rate: float = GuardConfig.switch_rate
     """With --guard, for texts that change in between; instead of pausing paths that hardly count."""
     learn: Annotated[LearnConfig, tyro.conf.arg(name="")] = field(default_factory=LearnConfig)
@@ -120,7 +122,7 @@ class Adapt:
         pause = 0.0 if self.switch_rate else GuardConfig.pause
         mix = GuardConfig(
             learn=self.learn, prior=self.prior, attention=self.attention, attention_rank=self.attention_rank,
-            switch_rate=self.switch_rate, pause=pause,
+            also=self.also, switch_rate=self.switch_rate, pause=pause,
         )  # fmt: skip
         if not self.guard and (self.unlabelled or mix != GuardConfig(learn=self.learn)):
             raise ValueError("settings of the guard were given without --guard")

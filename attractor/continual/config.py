@@ -1,5 +1,6 @@
 """How a model keeps learning: frozen dataclasses that check themselves and travel as JSON."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -8,6 +9,12 @@ from attractor.config import JSONConfig, check_choice, check_number, check_proba
 RuleName = Literal["sgd", "adamw"]
 AllocationName = Literal["off", "grow", "replace"]
 AttentionName = Literal["off", "low_rank", "whole"]
+AlsoName = Literal["embedding", "norms"]
+
+
+def check_also(also: Sequence[str]) -> None:
+    if isinstance(also, str) or not set(also) <= set(get_args(AlsoName)):
+        raise ValueError(f"also={also!r} must be a sequence of {', '.join(get_args(AlsoName))}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +31,8 @@ class UpdateConfig(JSONConfig):
     beta2: float = 0.99
     weight_decay: float = 0.0
     """On the decoders of patches that learn in a step, and only then."""
+    clip_norm: float | None = None
+    """Limit on the norm of all gradients of a step together."""
     max_change: float | None = None
     """kappa: the most that the update of one step may move a patch, over all of its trained parameters."""
     max_decoder: float | None = None
@@ -40,7 +49,7 @@ class UpdateConfig(JSONConfig):
         check_probability("beta1", self.beta1)
         check_probability("beta2", self.beta2)
         check_number("weight_decay", self.weight_decay, "a number, 0 or more", lambda decay: decay >= 0)
-        for name in ("max_change", "max_decoder"):
+        for name in ("clip_norm", "max_change", "max_decoder"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), "a positive number", lambda most: most > 0)
         for name in ("max_decoder", "weight_decay"):
@@ -165,6 +174,8 @@ class GuardConfig(JSONConfig):
     attention: AttentionName = "off"
     """What an overlay may change in attention: nothing, low-rank deltas, or whole matrices."""
     attention_rank: int = 8
+    also: tuple[AlsoName, ...] = ()
+    """What else an overlay may change: "embedding" (tokens the base never saw need it), "norms"."""
     max_overlays: int = 8
     """Every overlay costs a forward pass until the text has settled which one is right."""
     keep_versions: int = 16
@@ -183,6 +194,8 @@ class GuardConfig(JSONConfig):
         check_probability("switch_rate", self.switch_rate)
         check_number("pause", self.pause, "a number of nats, 0 or more", lambda nats: nats >= 0)
         check_choice("attention", self.attention, get_args(AttentionName))
+        check_also(self.also)
+        object.__setattr__(self, "also", tuple(self.also))  # JSON knows only lists
         check_number("tolerance", self.tolerance, "a number of nats, 0 or more", lambda nats: nats >= 0)
         for name in ("attention_rank", "max_overlays", "keep_versions", "piece", "patience"):
             check_size(name, getattr(self, name))

@@ -20,7 +20,7 @@ from torch import nn
 from attractor.config import check_number
 from attractor.continual.baselines.lora import LowRank
 from attractor.continual.gates import Surprise
-from attractor.continual.overlay import Branch, fingerprint
+from attractor.continual.overlay import fingerprint
 from attractor.evaluate import evaluate, perplexity
 from attractor.model import GPT, Block
 
@@ -124,10 +124,7 @@ def merged(model: GPT) -> GPT:
 @torch.no_grad()
 def _moved(learner: "GuardedLearner", base: GPT, base_hash: str, held: "Source") -> "Source":
     """The same path over the new base."""
-    branch = Branch(
-        base, roles=learner.config.learn.update.train, attention=learner.config.attention,
-        rank=learner.config.attention_rank, base_hash=base_hash,
-    )  # fmt: skip
+    branch = learner._branch(base, base_hash)
     theirs = dict(held.branch.model.named_parameters())
     for name, parameter in branch.model.named_parameters():
         if not torch.equal(parameter, theirs[name]):

@@ -13,13 +13,14 @@ proof, and what it does not promise, is in docs/bounded-forgetting.md.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from attractor.config import check_number, check_probability, check_size
+from attractor.continual.together import MOST_TOKENS, Together
 from attractor.model import GPT, KVCache
 
 BASE = "base"
@@ -110,16 +111,24 @@ class Guard(nn.Module):
         """Log-probabilities (B, T, V) of the mixture for tokens (B, T)."""
         if cache is not None:
             return cache.read(tokens)
-        predictions = torch.stack([_log_softmax(path(tokens)) for path in self.paths])  # (M, B, T, V)
+        predictions = self._predictions(tokens)
         weights, _ = self._weigh(self._seen(predictions, tokens[:, 1:]), self._start(tokens), 0)
         return mixed(weights, predictions)
 
     @torch.no_grad()
     def posterior(self, tokens: Tensor) -> Tensor:
         """(B, T, M) the weight of each path for the prediction after each token."""
-        predictions = torch.stack([_log_softmax(path(tokens)) for path in self.paths])
+        predictions = self._predictions(tokens)
         weights, _ = self._weigh(self._seen(predictions, tokens[:, 1:]), self._start(tokens), 0)
         return weights.exp().permute(1, 2, 0)
+
+    def _predictions(self, tokens: Tensor) -> Tensor:
+        """(M, B, T, V) of every path; small batches as one."""
+        if tokens.numel() * len(self.paths) <= MOST_TOKENS:
+            together = Together(list(self.paths))
+            if together.worthwhile:
+                return _log_softmax(together(tokens))
+        return torch.stack([_log_softmax(path(tokens)) for path in self.paths])
 
     def _start(self, tokens: Tensor) -> Tensor:
         return self.log_prior[:, None].expand(-1, len(tokens))  # (M, B)
@@ -189,7 +198,9 @@ class Reader:
 
     def read(self, tokens: Tensor) -> Tensor:
         """Predictions (B, n, V) after each of `tokens`."""
-        predictions = _log_softmax(self.path(tokens, cache=self.cache))
+        return self.took(_log_softmax(self.path(tokens, cache=self.cache)))
+
+    def took(self, predictions: Tensor) -> Tensor:
         self.next = predictions[:, -1]
         return predictions
 
@@ -216,7 +227,15 @@ class GuardCache:
         self.guard, self.after = guard, after
         self.length = 0  # tokens in the KV caches
         self.predicted = 0  # predictions made, also by the caches before: where we are in the window
-        self.readers = [Reader(path, path.new_cache(batch), []) for path in guard.paths]  # type: ignore[operator,arg-type]
+        self.together = Together(list(guard.paths))
+        if self.together.worthwhile:
+            self.joint = self.together.new_cache(batch)
+            caches = self.joint.split(len(guard.paths))
+        else:
+            caches = [path.new_cache(batch) for path in self.together.paths]
+        self.readers = [
+            Reader(path, cache, []) for path, cache in zip(self.together.paths, caches, strict=True)
+        ]
         self.evidence = guard.log_prior[:, None].repeat(1, batch)  # (M, B) of this window
         self.at_rest: set[int] = set()
         self.floor = guard.pause / (4 * guard.window)
@@ -240,8 +259,7 @@ class GuardCache:
             for reader, old in zip(self.readers, before.readers, strict=True)
         ]
         self._count(tokens[:, -1:])
-        predictions = torch.stack([reader.read(tokens) for reader in self.readers])
-        self.passes += len(self.readers)
+        predictions = self._read_everybody(tokens)
         self.length, self.predicted = tokens.shape[1], self.predicted + 1
         return mixed(self.evidence[..., None], predictions)
 
@@ -257,11 +275,22 @@ class GuardCache:
         if guard.switch_rate:
             self.evidence = guard._after(self.evidence, torch.zeros_like(self.evidence), 1)
 
+    def _read_everybody(self, tokens: Tensor) -> Tensor:
+        """Predictions (M, B, n, V) of all paths, as one batch where they share memory."""
+        self.passes += len(self.readers)
+        if not self.together.worthwhile or tokens.numel() * len(self.readers) > MOST_TOKENS:
+            return torch.stack([reader.read(tokens) for reader in self.readers])
+        own = [reader.cache for reader in self.readers]
+        self.joint.length = own[0].length
+        predictions = _log_softmax(self.together(tokens, self.joint, own))
+        for reader, prediction in zip(self.readers, predictions, strict=True):
+            reader.took(prediction)
+        return predictions
+
     def _read_all(self, tokens: Tensor) -> Tensor:
         """Several tokens at once, as in a prompt: every path reads them."""
         before = [reader.next for reader in self.readers if reader.next is not None]
-        predictions = torch.stack([reader.read(tokens) for reader in self.readers])
-        self.passes += len(self.readers)
+        predictions = self._read_everybody(tokens)
         if before:  # they also predicted the first of these tokens
             seen = self.guard._seen(torch.cat([torch.stack(before)[:, :, None], predictions], 2), tokens)
         else:
@@ -276,18 +305,25 @@ class GuardCache:
     def _read_one(self, token: Tensor) -> Tensor:
         if self.predicted:
             self._count(token)
-        for number, reader in enumerate(self.readers):
-            if number in self.at_rest:
-                reader.unread.append(token)
-            else:
-                reader.read(token)
-                self.passes += 1
+        if self.at_rest:
+            for number, reader in enumerate(self.readers):
+                if number in self.at_rest:
+                    reader.unread.append(token)
+                else:
+                    reader.read(token)
+                    self.passes += 1
+        else:
+            self._read_everybody(token)
         self.length, self.predicted = self.length + 1, self.predicted + 1
-        if self.at_rest and bool((self._odds(self.at_rest) > self._most_odds()).any()):
+        if self.at_rest and bool((self._odds() > self._most_odds()).any()):
             self._wake()
         awake = self._awake()
-        predictions = torch.stack([self.readers[number].prediction() for number in awake])
-        out = mixed(self.evidence[awake][..., None], predictions[:, :, None])
+        if len(awake) == 1:
+            out = self.readers[awake[0]].prediction()[:, None]
+        else:
+            predictions = torch.stack([self.readers[number].prediction() for number in awake])
+            evidence = torch.stack([self.evidence[number] for number in awake])
+            out = mixed(evidence[..., None], predictions[:, :, None])
         if self.at_rest:
             uniform = math.log(self.floor / out.shape[-1])
             out = torch.logaddexp(out + math.log1p(-self.floor), out.new_full((), uniform))
@@ -297,10 +333,14 @@ class GuardCache:
     def _awake(self) -> list[int]:
         return [number for number in range(len(self.readers)) if number not in self.at_rest]
 
-    def _odds(self, some: set[int]) -> Tensor:
-        """(B) log of the evidence of some paths over that of the others."""
-        rest = [number for number in range(len(self.readers)) if number not in some]
-        return self.evidence[sorted(some)].logsumexp(0) - self.evidence[rest].logsumexp(0)
+    def _evidence_of(self, some: Iterable[int]) -> Tensor:
+        """(B) of several paths together. No list is an index here: that would copy to the GPU and wait."""
+        parts = [self.evidence[number] for number in some]
+        return parts[0] if len(parts) == 1 else torch.stack(parts).logsumexp(0)
+
+    def _odds(self) -> Tensor:
+        """(B) log of the evidence of the paths at rest over that of the others."""
+        return self._evidence_of(sorted(self.at_rest)) - self._evidence_of(self._awake())
 
     def _most_odds(self) -> float:
         return 2 * math.log(self.floor) - math.log(self.guard.config.vocab_size)

@@ -194,14 +194,17 @@ class GuardedLearner:
         return done
 
     def _new_source(self, overlay: Overlay | None = None) -> Source:
-        learn = self.config.learn
-        branch = Branch(
-            self.base, roles=learn.update.train, attention=self.config.attention,
-            rank=self.config.attention_rank, base_hash=self.base_hash,
-        )  # fmt: skip
+        branch = self._branch(self.base, self.base_hash)
         if overlay is not None:
             branch.apply(overlay)
         return Source(branch, self._teacher(branch))
+
+    def _branch(self, base: GPT, base_hash: str) -> Branch:
+        config = self.config
+        return Branch(
+            base, roles=config.learn.update.train, attention=config.attention, rank=config.attention_rank,
+            also=config.also, base_hash=base_hash,
+        )  # fmt: skip
 
     def _teacher(self, branch: Branch) -> OnlineLearner:
         others = cast(dict[str, Tensor], branch.others)

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from attractor import monitor
 from attractor.checkpoint import load_model, write_folder
-from attractor.config import PrecisionName, check_choice
+from attractor.config import PrecisionName, check_choice, check_number
 from attractor.continual.allocate import Allocator, Habits
 from attractor.continual.baselines.baseline import check_batch
 from attractor.continual.config import LearnConfig
@@ -104,6 +104,16 @@ class OnlineLearner:
     @property
     def budget(self) -> int:
         return self.config.budget
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the next update. Whoever has a schedule sets it; it is not saved."""
+        return self.update.learning_rate
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float) -> None:
+        check_number("learning_rate", rate, "a number, 0 or more", lambda r: r >= 0)
+        self.update.learning_rate = rate
 
     def usage_entropy(self) -> float:
         """Of the moving average of usage, the mean over layers."""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from attractor.checkpoint import remove_folder, write_folder
 from attractor.config import check_choice, check_size
 from attractor.continual.baselines.lora import LowRank
-from attractor.continual.config import AttentionName
+from attractor.continual.config import AlsoName, AttentionName, check_also
 from attractor.layer import APN, PATCH_ROLES, ROLES, check_roles
 from attractor.model import GPT, Block
 from attractor.version import __version__
@@ -148,8 +148,9 @@ class Archive:
 class Branch:
     """A model that starts as its base and may learn without touching it.
 
-    It owns every patch bank, the other roles named in `roles` (say "encoder"), and with `attention` low-rank
-    deltas beside the attention's matrices, or copies of them. The rest is the base's own memory.
+    It owns every patch bank, the other roles named in `roles` (say "encoder"), with `attention` low-rank
+    deltas beside the attention's matrices, or copies of them, and copies of what `also` names: the norms, the
+    token embedding (which is the head too). The rest is the base's own memory.
     """
 
     def __init__(
@@ -159,15 +160,17 @@ class Branch:
         roles: Sequence[str] = (),
         attention: AttentionName = "off",
         rank: int = 8,
+        also: Sequence[AlsoName] = (),
         seed: int = 0,
         base_hash: str | None = None,
     ) -> None:
         check_roles(roles)
         check_choice("attention", attention, get_args(AttentionName))
         check_size("rank", rank)
+        check_also(also)
         if not base.apn_layers():
             raise ValueError("the base has no APN layers; there are no patches to lay over")
-        self.base, self.attention = base, attention
+        self.base, self.attention, self.also = base, attention, tuple(also)
         self.roles = {*PATCH_ROLES, *roles}
         self.base_hash = base_hash or fingerprint(base)
         shared = {id(p): nn.Parameter(p.data, requires_grad=False) for p in base.parameters()}
@@ -178,20 +181,30 @@ class Branch:
             place, _, leaf = name.rpartition(".")
             copied = nn.Parameter(layer.get_parameter(name).detach().clone())
             setattr(layer.get_submodule(place), leaf, copied)
-        for prefix, owner, name in self._attention():
-            linear = cast(nn.Linear, getattr(owner, name))
-            if attention == "whole":
-                linear.weight = nn.Parameter(linear.weight.detach().clone())
-                self.others[f"{prefix}.weight"] = linear.weight
-            elif attention == "low_rank":
+        if attention == "low_rank":
+            for prefix, owner, name in self._attention():
+                linear = cast(nn.Linear, getattr(owner, name))
                 adapter = LowRank(linear, rank, 1.0, 0.0, generator).to(linear.weight.device)
                 setattr(owner, name, adapter)
                 self.others |= {f"{prefix}.down": adapter.down, f"{prefix}.up": adapter.up}
+        self.factors = set(self.others)
+        for name in list(self._copied()):
+            place, _, leaf = name.rpartition(".")
+            self.others[name] = nn.Parameter(self.model.get_parameter(name).detach().clone())
+            setattr(self.model.get_submodule(place), leaf, self.others[name])
         self._start = {name: p.detach().clone() for name, p in self.others.items()}
 
+    def _copied(self) -> Iterator[str]:
+        """Names of parameters outside of APN layers that are the branch's own as a whole."""
+        if self.attention == "whole":
+            yield from (f"{prefix}.weight" for prefix, _, _ in self._attention())
+        if "embedding" in self.also:
+            yield "embedding.weight"
+        if "norms" in self.also:
+            ours = [*(f"blocks.{number}.norm_" for number in range(len(self.model.blocks))), "norm."]
+            yield from (n for n, _ in self.model.named_parameters() if n.startswith(tuple(ours)))
+
     def _attention(self) -> Iterator[tuple[str, nn.Module, str]]:
-        if self.attention == "off":
-            return
         for number, block in enumerate(cast(list[Block], self.model.blocks)):
             for name in ("qkv", "out"):
                 yield f"blocks.{number}.attention.{name}", block.attention, name
@@ -222,14 +235,11 @@ class Branch:
                         rows[key] = (numbers.cpu(), value[numbers].cpu())
                 elif not torch.equal(bits(value), bits(old)):
                     whole[key] = value.detach().cpu().clone()
-        factors = {}
+        factors: dict[str, Tensor] = {}
         for name, value in self.others.items():
             if torch.equal(bits(value), bits(self._start[name])):
                 continue
-            if self.attention == "whole":
-                whole[name] = value.detach().cpu().clone()
-            else:
-                factors[name] = value.detach().cpu().clone()
+            (factors if name in self.factors else whole)[name] = value.detach().cpu().clone()
         for name in list(factors):  # a factor is nothing without the other one
             for part in ("up", "down"):
                 key = f"{name.rsplit('.', 1)[0]}.{part}"
@@ -274,7 +284,7 @@ class Branch:
             if mine is None or mine.shape != value.shape:
                 raise ValueError(
                     f"the overlay holds {name} {tuple(value.shape)}, which this branch does not: it needs "
-                    "the same roles, attention and rank. Nothing was changed"
+                    "the same roles, attention, rank and also. Nothing was changed"
                 )
         for name, (_, values) in overlay.rows.items():
             if name not in own or own[name].shape[1:] != values.shape[1:]:

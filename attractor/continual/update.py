@@ -103,6 +103,7 @@ class LocalUpdate:
         if not layers:
             raise ValueError("there are no APN layers to update")
         self.layers, self.config, self.others = dict(layers), config, dict(others or {})
+        self.learning_rate = config.learning_rate  # for whoever has a schedule
         self.state: dict[str, Tensor] = {}  # flat, by layer, parameter and part: fit for safetensors
         for number, layer in self.layers.items():
             if not list(self.trained(number)):
@@ -145,6 +146,9 @@ class LocalUpdate:
         if unknown := set(taught) - set(self.layers):
             raise ValueError(f"unknown layers {sorted(map(str, unknown))}")
         writes: list[Write] = []
+        if self.config.clip_norm is not None:
+            norm = gradient_scale * self._gradient_norm(taught)
+            gradient_scale *= min(1.0, self.config.clip_norm / max(norm, 1e-30))
         lengths = {number: self._plan(number, taught[number], gradient_scale, writes) for number in taught}
         if any(len(patches) for patches in taught.values()):
             for name, parameter in self.others.items():
@@ -155,6 +159,17 @@ class LocalUpdate:
             for target, rows, values in writes:
                 write_rows(target, rows, values, undo)
         return {number: float(length) for number, length in lengths.items()}
+
+    def _gradient_norm(self, taught: Mapping[Any, Tensor]) -> float:
+        """Of what a step on these patches reads."""
+        found = []
+        for number, patches in taught.items():
+            for name, parameter in self.trained(number) if len(patches) else ():
+                if parameter.grad is not None:
+                    read = patches if ROLES[name] in PATCH_ROLES else slice(None)
+                    found.append(precise(parameter.grad[read]))
+        found += [precise(other.grad) for other in self.others.values() if found and other.grad is not None]
+        return float(torch.nn.utils.get_total_norm(found)) if found else 0.0
 
     def _plan(self, number: Any, patches: Tensor, scale: float, writes: list[Write]) -> Tensor:
         """Append what a step on these patches writes; change nothing."""
@@ -172,7 +187,7 @@ class LocalUpdate:
             gradient = precise(parameter.grad[rows]) * scale
             change = self._change(f"{number}.{name}", gradient, rows, by_patch, writes)
             if config.weight_decay and ROLES[name] == "decoders":
-                change = change - config.learning_rate * config.weight_decay * precise(parameter[rows])
+                change = change - self.learning_rate * config.weight_decay * precise(parameter[rows])
             moved.append((name, parameter, rows, change))
         if config.max_change is not None:
             shrink = (config.max_change / _length(moved).clamp(min=1e-30)).clamp(max=1)
@@ -203,7 +218,7 @@ class LocalUpdate:
     ) -> Tensor:
         config = self.config
         if config.rule == "sgd":
-            return -config.learning_rate * gradient
+            return -self.learning_rate * gradient
         means, squares, counts = (self.state[f"{key}.{part}"] for part in ("mean", "square", "steps"))
         counted = rows if by_patch else torch.zeros(1, dtype=torch.int64, device=rows.device)
         steps = counts[counted] + 1
@@ -212,7 +227,7 @@ class LocalUpdate:
         writes += [(means, rows, mean), (squares, rows, square), (counts, counted, steps)]
         age = steps.view(-1, *[1] * (gradient.dim() - 1))  # each patch has its own
         spread = (square / (1 - config.beta2**age)).sqrt() + EPSILON
-        return -config.learning_rate * mean / (1 - config.beta1**age) / spread
+        return -self.learning_rate * mean / (1 - config.beta1**age) / spread
 
     @torch.no_grad()
     def forget(self, number: Any, patch: int, undo: Undo) -> None:

@@ -60,6 +60,17 @@ class Baseline:
             self.trainable, lr=learning_rate, betas=(0.9, 0.99), weight_decay=weight_decay
         )
 
+    @property
+    def learning_rate(self) -> float:
+        """Of the next step; whoever has a schedule sets it."""
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @learning_rate.setter
+    def learning_rate(self, rate: float) -> None:
+        check_number("learning_rate", rate, "a number, 0 or more", lambda r: r >= 0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+
     def step(self, inputs: Tensor, targets: Tensor) -> float:
         """Learn from one batch, (B, T) each; returns its loss in nats per token, as it was before the step.
 
