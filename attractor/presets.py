@@ -13,7 +13,7 @@ def paper_dense() -> RunConfig:
 
 def paper_apn() -> RunConfig:
     """The paper's APN: 256 patches of rank 32, 4 active, 23.21M parameters."""
-    return _with_apn(paper_dense(), APNConfig(init="paper"))
+    return with_apn(paper_dense(), APNConfig(init="paper"))
 
 
 def tiny_dense() -> RunConfig:
@@ -28,17 +28,17 @@ def tiny_dense() -> RunConfig:
 
 def tiny_apn() -> RunConfig:
     """tiny_dense with an APN of about the same parameters per layer."""
-    return _with_apn(tiny_dense(), APNConfig(num_patches=30, top_k=2, rank=32))
+    return with_apn(tiny_dense(), APNConfig(num_patches=30, top_k=2, rank=32))
 
 
 def tiny_moe() -> RunConfig:
     """tiny_dense with the top 2 of 8 experts: 4 times the FFN parameters, the same multiply-adds."""
-    return _with_mixture(tiny_dense(), "moe", MoEConfig())
+    return with_mixture(tiny_dense(), "moe", MoEConfig())
 
 
 def tiny_switch() -> RunConfig:
     """tiny_dense with 4 Switch experts: 4 times the FFN parameters, the same multiply-adds."""
-    return _with_mixture(tiny_dense(), "switch", MoEConfig(num_experts=4))
+    return with_mixture(tiny_dense(), "switch", MoEConfig(num_experts=4))
 
 
 def gpt2_small_dense() -> RunConfig:
@@ -55,14 +55,14 @@ def gpt2_small_dense() -> RunConfig:
 
 def gpt2_small_apn() -> RunConfig:
     """gpt2_small_dense with 256 patches of rank 64."""
-    return _with_apn(gpt2_small_dense(), APNConfig(rank=64))
+    return with_apn(gpt2_small_dense(), APNConfig(rank=64))
 
 
-def _with_apn(run: RunConfig, apn: APNConfig) -> RunConfig:
+def with_apn(run: RunConfig, apn: APNConfig) -> RunConfig:
     return replace(run, model=replace(run.model, ffn="apn", apn=apn))
 
 
-def _with_mixture(run: RunConfig, ffn: FFNName, moe: MoEConfig) -> RunConfig:
+def with_mixture(run: RunConfig, ffn: FFNName, moe: MoEConfig) -> RunConfig:
     """With the balance weight of Fedus et al. (2.2): without one, a few experts do all the work."""
     model = replace(run.model, ffn=ffn, moe=moe)
     return replace(run, model=model, train=replace(run.train, balance_weight=0.01))

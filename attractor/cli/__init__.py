@@ -11,10 +11,11 @@ from attractor.cli.bench import BenchDecode, BenchLayer, BenchTrain
 from attractor.cli.common import INTERRUPTED
 from attractor.cli.continual import Adapt, Monitor, Overlays
 from attractor.cli.data import DataList, DataPrepare
-from attractor.cli.experiments import Demo, ExperimentList, Table1, Table2
+from attractor.cli.experiments import Demo, ExperimentList, Forgetting, Table1, Table2
 from attractor.cli.models import Info, Sample, Train
 from attractor.continual.update import NotFiniteUpdate
 from attractor.corpora import CorpusUnavailable
+from attractor.experiments.grid import CellsFailed, GridStopped
 from attractor.trainer import NotFiniteLoss
 from attractor.version import __version__
 
@@ -41,7 +42,8 @@ def _commands() -> Any:
         | Annotated[
             Annotated[ExperimentList, verb("list")]
             | Annotated[Table1, verb("table1")]
-            | Annotated[Table2, verb("table2")],
+            | Annotated[Table2, verb("table2")]
+            | Annotated[Forgetting, verb("forgetting")],
             verb("experiment", description="Reproduce a table or a figure."),
         ]
         | Annotated[
@@ -62,9 +64,12 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         command = tyro.cli(_commands(), args=arguments, prog="attractor", description=__doc__)
         return command.run() or 0
-    except (ValueError, OSError, CorpusUnavailable, NotFiniteLoss, NotFiniteUpdate) as error:
+    except (ValueError, OSError, CorpusUnavailable, NotFiniteLoss, NotFiniteUpdate, CellsFailed) as error:
         print(f"attractor: {error}", file=sys.stderr)
         return 1
+    except GridStopped as stopped:
+        print(f"attractor: {stopped}", file=sys.stderr)
+        return INTERRUPTED
     except KeyboardInterrupt:
         print("attractor: interrupted; what was saved can be resumed", file=sys.stderr)
         return INTERRUPTED

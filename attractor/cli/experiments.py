@@ -1,13 +1,15 @@
-"""attractor demo, attractor experiment list|table1|table2"""
+"""attractor demo, attractor experiment list|table1|table2|forgetting|shifts"""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from attractor import distributed, presets
 from attractor.cli.common import dataset_of, progress_bar
 from attractor.config import check_size
-from attractor.experiments import demo, table1, table2
+from attractor.experiments import demo, forgetting, table1, table2
+from attractor.experiments.benchmark import Benchmark
+from attractor.experiments.plan import MIXTURE, Size
 
 
 @dataclass(kw_only=True)
@@ -39,6 +41,7 @@ class ExperimentList:
     def run(self) -> None:
         print(f"table1       {Table1.__doc__}")
         print(f"table2       {Table2.__doc__}")
+        print(f"forgetting   {Forgetting.__doc__}")
 
 
 @dataclass(kw_only=True)
@@ -98,4 +101,66 @@ class Table2:
                 seed=self.seed, report=report,
             )  # fmt: skip
         print(table2.table(values))
+        print(f"written to {result}")
+
+
+@dataclass(kw_only=True)
+class Grid:
+    """Options of a benchmark whose every cell is a JSON file."""
+
+    size: Size = "smoke"
+    """"smoke": two CPU cores, minutes, no conclusions. "small": between. "full": one GPU."""
+    domain: tuple[str, ...] = ()
+    """NAME=FILE: one more domain to adapt to, or another text for one that is there."""
+    out: Path | None = None
+    """Gets the models and the cells; what is done is not done again (default: runs/EXPERIMENT-SIZE)."""
+    result: Path | None = None
+    """Where the JSON goes (default: OUT/result.json)."""
+    device: str | None = None
+    jobs: int = 1
+    """Cells that run side by side, in processes of their own."""
+    minutes: float | None = None
+    """Start no cell later than this; the same command goes on with the rest."""
+
+    def benchmark(self, name: str, mixture: tuple[str, ...] = MIXTURE) -> tuple[Benchmark, Path, "CellBar"]:
+        domains = {}
+        for given in self.domain:
+            label, sign, source = given.partition("=")
+            if not sign or not label.replace("-", "").isalnum():
+                raise ValueError(f"--domain {given!r} must be NAME=FILE; the name has letters, digits and -")
+            domains[label] = source
+        out = self.out or Path(f"runs/{name}-{self.size}")
+        bar = CellBar(name)
+        bench = Benchmark(
+            self.size, out, domains=domains, mixture=mixture, device=self.device, jobs=self.jobs,
+            minutes=self.minutes, report=bar.show,
+        )  # fmt: skip
+        return bench, self.result or out / "result.json", bar
+
+
+class CellBar:
+    """One step per cell; how many there will be is not known before learning rates are chosen."""
+
+    def __init__(self, name: str) -> None:
+        from tqdm import tqdm
+
+        self.bar = tqdm(desc=name, unit=" cells")
+
+    def show(self, record: dict[str, Any]) -> None:
+        self.bar.update()
+        if not record["found"]:
+            self.bar.set_postfix_str(record["cell"], refresh=False)
+
+
+@dataclass(kw_only=True)
+class Forgetting(Grid):
+    """What the guard promises, what it costs, and how far overlays can adapt."""
+
+    seed: int = 0
+
+    def run(self) -> None:
+        bench, result, bar = self.benchmark("forgetting")
+        with bar.bar:
+            values = forgetting.run(bench, result, seed=self.seed)
+        print(forgetting.table(values))
         print(f"written to {result}")

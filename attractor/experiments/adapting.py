@@ -1,0 +1,158 @@
+"""Pretrain a model, and adapt it by one method to one new domain: the cells of the benchmark."""
+
+import itertools
+import math
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from attractor import monitor
+from attractor.config import RunConfig
+from attractor.continual.guard import Guard
+from attractor.continual.overlay import fingerprint
+from attractor.data import Batches, Dataset
+from attractor.evaluate import autocast, evaluate, routing, token_losses
+from attractor.experiments.grid import Settings, Values
+from attractor.experiments.methods import METHODS, Adapter, Situation
+from attractor.experiments.plan import Plan, Text, device_of, domain, load_base, plan_of
+from attractor.experiments.table1 import train_and_measure
+from attractor.model import GPT
+from attractor.tokenizer import ByteTokenizer
+
+BLOCK = 1024
+"""Tokens of a block, for the bootstrap: the losses of neighbours are not independent."""
+
+
+def pretrain(settings: Settings, folder: Path) -> Values:
+    plan = plan_of(settings["size"])
+    texts = [domain(plan, folder, name) for name in settings["members"]]
+    train, val = (np.concatenate([text[part] for text in texts]) for part in (0, 1))
+    dataset = Dataset(folder, {"unknown_characters": {}}, ByteTokenizer(), train, val)
+    config = RunConfig.from_dict(settings["config"])
+    place = folder / "pretrained" / settings["base"]
+    values = train_and_measure(config, dataset, place, device=settings["device"], report=lambda record: None)
+    model = load_base(folder, settings["base"], device_of(settings))
+    tests = dict(zip(settings["members"], texts, strict=True))
+    return values | {"test_loss": {name: evaluate(model, text.test) for name, text in tests.items()}}
+
+
+class Meter:
+    """Losses on whole texts, alone and behind the guard."""
+
+    def __init__(self, base: GPT, texts: Mapping[str, np.ndarray]) -> None:
+        self.base, self.texts = base, dict(texts)
+
+    def cast(self) -> AbstractContextManager:
+        return autocast(self.base.embedding.weight.device, "auto")
+
+    def losses(self, model: GPT, name: str) -> np.ndarray:
+        return token_losses(model, self.texts[name], autocast=self.cast).double().cpu().numpy()
+
+    def measure(self, model: GPT) -> dict[str, dict[str, Any]]:
+        """For every text the mean loss, and that of each block."""
+        return {name: blocks(self.losses(model, name)) for name in self.texts}
+
+    def guarded(self, model: GPT) -> GPT:
+        guard = Guard({"base": self.base, "adapted": model})
+        return cast(GPT, guard.to(self.base.embedding.weight.device).eval())
+
+
+def blocks(losses: np.ndarray) -> dict[str, Any]:
+    size = min(BLOCK, max(1, len(losses) // 4))
+    whole = losses[: len(losses) // size * size].reshape(-1, size).mean(1)
+    return {"loss": float(losses.mean()), "blocks": [round(float(mean), 5) for mean in whole]}
+
+
+def adapt(settings: Settings, folder: Path) -> Values:
+    """One method on one shift: where it was best by B's validation text, and the way there."""
+    plan, device = plan_of(settings["size"]), device_of(settings)
+    base = load_base(folder, settings["base"], device)
+    before_hash = fingerprint(base)
+    old = {name: domain(plan, folder, name) for name in settings["members"]}
+    new = domain(plan, folder, settings["shift"])
+    meter = Meter(base, {name: text.test for name, text in old.items()} | {"B": new.test})
+    torch.manual_seed(settings["seed"])
+    adapter = METHODS[settings["method"]].make(situation(plan, settings, base, old))
+    batches = Batches(new.train, plan.batch_size, base.config.context, settings["seed"])
+    trajectory: list[dict[str, Any]] = []
+    best: dict[str, Any] = {}
+    seconds, lowest, loss = 0.0, math.inf, math.nan
+    for step in itertools.count():
+        if step in plan.evaluated():
+            validation = evaluate(adapter.model, new.validation, autocast=meter.cast)
+            alone = meter.measure(adapter.model)
+            figures = {name: part["loss"] for name, part in alone.items()}
+            trajectory.append({"step": step, "validation": validation, "losses": figures})
+            if step == 0:
+                first = alone
+            if validation < lowest:
+                lowest, guard = validation, meter.guarded(adapter.model)
+                best = {"step": step, "validation": validation, "alone": alone}
+                best |= {"guarded": meter.measure(guard), **sizes(adapter, base)}
+        if step == plan.steps or not math.isfinite(loss if step else 0.0):
+            break
+        started = time.perf_counter()
+        loss = adapter.step(*next(batches), plan.rate_at(step, settings["rate"]))
+        seconds += time.perf_counter() - started
+    return {
+        "before": first, "best": best, "trajectory": trajectory, "trained": adapter.trained,
+        "extra_bytes": adapter.extra_bytes, "seconds": seconds, "tokens": plan.steps * plan.batch_size
+        * base.config.context, "base_unchanged": fingerprint(base) == before_hash,
+        "bound": cast(Guard, guard).bound(base.config.context) / base.config.context,
+        "routing": usage(base, adapter.model, old, new),
+    }  # fmt: skip
+
+
+def situation(plan: Plan, settings: Settings, base: GPT, old: Mapping[str, Text]) -> Situation:
+    """The old text that a method may keep is spread evenly over it."""
+    train = np.concatenate([text.train for text in old.values()])
+    context = base.config.context
+    starts = np.linspace(0, len(train) - context - 1, plan.memory).astype(np.int64)
+    rows = torch.from_numpy(train[starts[:, None] + np.arange(context + 1)])
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(settings["seed"]))
+    rows = rows[order].to(base.embedding.weight.device)
+    return Situation(
+        base, (rows[:, :-1], rows[:, 1:]), train[: plan.val_bytes], settings["rate"], plan.batch_size,
+        settings["seed"],
+    )  # fmt: skip
+
+
+def sizes(adapter: Adapter, base: GPT) -> dict[str, int]:
+    """Numbers that differ from the base, and the bytes it takes to keep them."""
+    if adapter.branch is not None:
+        overlay = adapter.branch.overlay()
+        return {"changed": overlay.nbytes // 4, "bytes": overlay.nbytes}
+    old = base.state_dict()
+    new = {name: value for name, value in adapter.model.state_dict().items() if name in old}
+    extra = sum(
+        v.numel() for name, v in adapter.model.state_dict().items() if name.endswith((".down", ".up"))
+    )
+    changed = extra + sum(int((value != old[name]).sum()) for name, value in new.items())
+    return {"changed": changed, "bytes": 4 * changed}
+
+
+def usage(base: GPT, adapted: GPT, old: Mapping[str, Text], new: Text) -> dict[str, Any] | None:
+    """How the patches are used: by A and by B, before and after."""
+    if not base.apn_layers():
+        return None
+    length = len(new.validation)
+    texts = {"A": next(iter(old.values())).validation, "B": new.validation}
+    found: dict[str, Any] = {}
+    for when, model in (("before", base), ("after", adapted)):
+        stats = {name: routing(model, text[:length]) for name, text in texts.items()}
+        layers = {}
+        for layer in base.apn_layers():
+            a, b = stats["A"][layer], stats["B"][layer]
+            counts = [monitor.usage(part.indices, part.num_patches) for part in (a, b)]
+            layers[str(layer)] = {
+                "entropy": [monitor.usage_entropy(count) for count in counts],
+                "overlap": monitor.overlap_score(a.indices, b.indices, a.num_patches),
+                "usage": [[round(float(x), 5) for x in count] for count in counts],
+            }
+        found[when] = layers
+    return found

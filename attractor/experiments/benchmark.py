@@ -1,0 +1,106 @@
+"""The grid behind `experiment shifts` and `experiment forgetting`: what a cell is, and running many."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attractor.distributed import parse_device
+from attractor.experiments import adapting, harm, streams
+from attractor.experiments.grid import Report, Settings, Values, run_cells
+from attractor.experiments.methods import METHODS
+from attractor.experiments.plan import HOME, MIXTURE, TARGETS, Plan, Size, plan_of, read_domains
+
+WORK: dict[str, Callable[[Settings, Path], Values]] = {
+    "pretrain": adapting.pretrain,
+    "adapt": adapting.adapt,
+    "stream": streams.run,
+    "harm": harm.harm,
+    "speed": harm.speed,
+}
+
+
+def work(settings: Settings, folder: Path) -> Values:
+    torch.set_float32_matmul_precision("high")
+    return WORK[settings["kind"]](settings, folder)
+
+
+@dataclass
+class Benchmark:
+    """Cells of one size over one set of texts, in one folder."""
+
+    size: Size
+    folder: Path
+    domains: Mapping[str, str] = field(default_factory=dict)  # name -> corpus or file; added or replaced
+    mixture: Sequence[str] = MIXTURE
+    device: str | None = None
+    jobs: int = 1
+    minutes: float | None = None  # start no cell later than this
+    report: Report = lambda record: None
+
+    def __post_init__(self) -> None:
+        self.plan: Plan = plan_of(self.size)
+        self.device = str(parse_device(self.device))
+        sources = {name: name for name in (HOME, *TARGETS)} | dict(self.domains)
+        self.targets = [name for name in sources if name != HOME]
+        if unknown := set(self.mixture) - set(sources):
+            raise ValueError(f"the mixture names {sorted(unknown)}; domains: {', '.join(sources)}")
+        self.hashes = read_domains(self.plan, sources, self.folder)
+        self.started = time.monotonic()
+
+    def run(self, cells: Mapping[str, Settings]) -> dict[str, Values]:
+        """The values of all cells, computed now where they are not there yet. GridStopped: out of time."""
+        late = None if self.minutes is None else self.started + 60 * self.minutes
+        return run_cells(
+            cells, work, self.folder, jobs=self.jobs, report=self.report,
+            stop=lambda: late is not None and time.monotonic() > late,
+        )  # fmt: skip
+
+    def members(self, source: str) -> list[str]:
+        """The domains that a pretraining text is made of."""
+        return list(self.mixture) if source == "mixture" else [source]
+
+    def shifts(self, source: str) -> list[str]:
+        """The domains that it has not seen."""
+        return [name for name in self.targets if name not in self.members(source)]
+
+    def _cell(self, kind: str, texts: Sequence[str], **settings: Any) -> Settings:
+        hashes = {name: self.hashes[name] for name in dict.fromkeys(texts)}
+        return {"kind": kind, "size": self.size, "device": self.device, "texts": hashes, **settings}
+
+    def pretrain(self, model: str, source: str, seed: int) -> dict[str, Settings]:
+        name, members = f"{model}-{source}-{seed}", self.members(source)
+        config = self.plan.config(model, seed).to_dict()
+        return {
+            f"pretrain-{name}": self._cell("pretrain", members, base=name, members=members, config=config)
+        }
+
+    def adapt(self, method: str, source: str, shift: str, seed: int, rate: float) -> dict[str, Settings]:
+        base, members = f"{METHODS[method].model}-{source}-{seed}", self.members(source)
+        settings = {"shift": shift, "method": method, "rate": rate, "seed": seed}
+        cell = self._cell("adapt", [*members, shift], base=base, members=members, **settings)
+        return {f"adapt-{source}-{shift}-{slug(method)}-{rate:g}-{seed}": cell}
+
+    def stream(self, method: str, order: Sequence[str], seed: int, rate: float) -> dict[str, Settings]:
+        base = f"{streams.LEARNERS[method]}-{order[0]}-{seed}"
+        settings = {"order": list(order), "method": method, "rate": rate, "seed": seed}
+        cell = self._cell("stream", order, base=base, **settings)
+        return {f"stream-{'-'.join(order)}-{slug(method)}-{rate:g}-{seed}": cell}
+
+    def harm(self, seed: int) -> dict[str, Settings]:
+        cell = self._cell("harm", [HOME], base=f"apn-{HOME}-{seed}", members=[HOME], seed=seed)
+        return {f"harm-{seed}": cell}
+
+    def speed(self, method: str, shift: str, seed: int, rate: float) -> dict[str, Settings]:
+        settings = {"shift": shift, "method": method, "rate": rate, "seed": seed, "pause": 0.01}
+        base = f"apn-{HOME}-{seed}"
+        cell = self._cell("speed", [HOME, shift], base=base, members=[HOME], **settings)
+        return {f"speed-{shift}-{slug(method)}-{rate:g}-{seed}": cell}
+
+
+def slug(method: str) -> str:
+    kept = "".join(letter if letter.isalnum() else " " for letter in method.lower())
+    return "_".join(kept.split())

@@ -1,0 +1,161 @@
+"""Bounded forgetting, measured: what the guard promises, what it costs, and how far overlays can adapt.
+
+    attractor experiment forgetting --size smoke
+    attractor experiment forgetting --size full     one GPU, ten minutes
+
+Each method has its best rate of the same three on every shift, by B's validation text. "A" is the domain the
+models were pretrained on, "B" the new one; ratios below 1 are in favour of the first.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from attractor.experiments.benchmark import Benchmark
+from attractor.experiments.grid import Values
+from attractor.experiments.plan import HOME, TUNED_ON
+from attractor.experiments.result import write_result
+from attractor.experiments.statistics import interval, transfer
+from attractor.experiments.streams import GUARDED
+
+COMPARED = (
+    "dense, FFN only", "APN, overlay", "dense, full", "APN, overlay + attention", "APN, overlay + all"
+)  # fmt: skip
+SPEED_OF = "APN, overlay"
+
+
+def run(bench: Benchmark, result: Path, *, seed: int = 0) -> dict[str, Any]:
+    pretrained = bench.run(bench.pretrain("dense", HOME, seed) | bench.pretrain("apn", HOME, seed))
+    rates, order = (
+        bench.plan.rates[-4:-1] or bench.plan.rates,
+        [HOME, *[t for t in bench.targets if t != "first-folio"][:2], HOME],
+    )
+    cells = bench.harm(seed)
+    for rate in rates:
+        for shift, method in itertools.product(bench.targets, COMPARED):
+            cells |= bench.adapt(method, HOME, shift, seed, rate)
+        cells |= bench.stream(GUARDED, [HOME, TUNED_ON], seed, rate)
+    done = bench.run(cells)
+    shifts = {
+        shift: {
+            method: best_of([done[name] for rate in rates for name in
+                             bench.adapt(method, HOME, shift, seed, rate)], rates)
+            for method in COMPARED
+        }
+        for shift in bench.targets
+    }  # fmt: skip
+    tried = {rate: done[next(iter(bench.stream(GUARDED, [HOME, TUNED_ON], seed, rate)))] for rate in rates}
+    stream_rate = min(tried, key=lambda rate: finite(tried[rate]["progressive"][1]))
+    settles_on = bench.targets[-1]
+    speed_rate = shifts[settles_on][SPEED_OF]["rate"]
+    (stream,) = bench.run(bench.stream(GUARDED, order, seed, stream_rate)).values()
+    (speed,) = bench.run(bench.speed(SPEED_OF, settles_on, seed, speed_rate)).values()  # with nobody beside
+    values = {
+        "experiment": "forgetting", "size": bench.size, "seed": seed, "device": bench.device,
+        "pretrained": {name: part["val_ppl"] for name, part in pretrained.items()},
+        "config": {name: part["config"] for name, part in pretrained.items()}, "texts": bench.hashes,
+        "rates": rates, "shifts": shifts, "harm": done[f"harm-{seed}"],
+        "stream": {**stream, "rate": stream_rate, **transfer(stream["matrix"], stream["order"])},
+        "speed": speed,
+    }  # fmt: skip
+    write_result(result, {**values, "shows": shows(values)})
+    return {**values, "shows": shows(values)}
+
+
+def finite(loss: float) -> float:
+    return loss if math.isfinite(loss) else math.inf
+
+
+def best_of(cells: Sequence[Values], rates: Sequence[float]) -> dict[str, Any]:
+    """The rate with the best validation loss, and what every rate came to."""
+    validation = [finite(cell["best"]["validation"]) for cell in cells]
+    number = validation.index(min(validation))
+    return {
+        **cells[number],
+        "rate": rates[number],
+        "validation_by_rate": dict(zip(map(str, rates), validation, strict=True)),
+    }
+
+
+def shows(values: dict[str, Any]) -> list[dict[str, Any]]:
+    """One row for each promise: the figure, what it must be, and whether it is."""
+    shifts = values["shifts"]
+    rows: list[dict[str, Any]] = []
+
+    def row(what: str, must: float, figures: dict[str, float], *, at_least: bool = False) -> None:
+        worst = min(figures.values()) if at_least else max(figures.values())
+        holds = worst >= must if at_least else worst <= must
+        rows.append({"what": what, "must": must, "at_least": at_least, "worst": worst, "holds": holds,
+                     "figures": figures})  # fmt: skip
+
+    def rise(cell: Values) -> float:
+        return math.expm1(cell["best"]["guarded"][HOME]["loss"] - cell["before"][HOME]["loss"])
+
+    learned = {f"{method} -> {shift}": rise(cell) for shift, part in shifts.items()
+               for method, cell in part.items()}  # fmt: skip
+    harmful = {name: part["rise"] for name, part in values["harm"]["overlays"].items()}
+    row("rise of A's perplexity behind the guard, any overlay", 0.003, learned | harmful)
+    row("the same over the computed bound", 1.0,
+        {name: value / values["harm"]["bound"] for name, value in (learned | harmful).items()})  # fmt: skip
+    same = {
+        f"{method} -> {shift}": ratio(cell, cell)
+        for shift, part in shifts.items()
+        for method, cell in part.items()
+    }
+    row("B behind the guard / the same adapted model alone", 1.01, {name: r[0] for name, r in same.items()})
+    for what, ours, theirs, most in (
+        ("patches only, guarded / dense FFN only", "APN, overlay", "dense, FFN only", 1.0),
+        ("patches and attention, guarded / dense full", "APN, overlay + attention", "dense, full", 1.05),
+        ("patches and all, guarded / dense full", "APN, overlay + all", "dense, full", 1.05),
+    ):
+        ratios = {shift: ratio(part[ours], part[theirs]) for shift, part in shifts.items()}
+        row(f"B, {what}", most, {shift: found[0] for shift, found in ratios.items()})
+        rows[-1]["intervals"] = {shift: found[1:] for shift, found in ratios.items()}
+    row("stream without labels: worst rise of a domain's perplexity at the end", 0.01,
+        {"stream": math.expm1(values["stream"]["worst_forgetting"])})  # fmt: skip
+    row("tokens per second guarded, settled / overlay alone", 0.85, {"speed": values["speed"]["ratio"]},
+        at_least=True)  # fmt: skip
+    unchanged = [cell["base_unchanged"] for part in shifts.values() for cell in part.values()]
+    unchanged += [values["harm"]["base_unchanged"], values["stream"]["base_unchanged"]]
+    row("base bit for bit as it was", 1.0, {"cells": float(all(unchanged))}, at_least=True)
+    return rows
+
+
+def ratio(ours: Values, theirs: Values) -> tuple[float, float, float]:
+    """Perplexity of B, ours behind the guard over theirs alone, with a 95 % interval."""
+    guarded, alone = ours["best"]["guarded"]["B"], theirs["best"]["alone"]["B"]
+    low, high = interval([[a - b for a, b in zip(guarded["blocks"], alone["blocks"], strict=True)]])
+    return math.exp(guarded["loss"] - alone["loss"]), math.exp(low), math.exp(high)
+
+
+def table(values: dict[str, Any]) -> str:
+    lines = [f"{'':34s}" + "".join(f"{shift:>26s}" for shift in values["shifts"])]
+    lines.append(f"{'':34s}" + "".join(f"{'A':>8s}{'B':>9s}{'rate':>9s}" for _ in values["shifts"]))
+    for method in COMPARED:
+        cells = [part[method] for part in values["shifts"].values()]
+        for way in ("alone", "guarded"):
+            figures = [
+                (
+                    math.exp(cell["best"][way][HOME]["loss"]),
+                    math.exp(cell["best"][way]["B"]["loss"]),
+                    cell["rate"],
+                )
+                for cell in cells
+            ]
+            name = method if way == "alone" else "    behind the guard"
+            lines.append(f"{name:34s}" + "".join(f"{a:8.3f}{b:9.3f}{rate:9g}" for a, b, rate in figures))
+        size = max(cell["best"]["bytes"] for cell in cells)
+        lines[-1] += f"   {size / 1e6:.1f} MB"
+    lines.append("")
+    for row in values["shows"]:
+        sign = ">=" if row["at_least"] else "<="
+        verdict = "holds" if row["holds"] else "missed"
+        told = (
+            f"{row['worst']:.4f} {sign} {row['must']:g}"
+            if values["size"] == "full"
+            else f"{row['worst']:.4f}"
+        )
+        lines.append(f"{told:20s} {verdict if values['size'] == 'full' else '':8s} {row['what']}")
+    return "\n".join(lines)

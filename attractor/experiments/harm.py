@@ -1,0 +1,159 @@
+"""What the guard promises, tried hard: overlays that want to do harm, and what guarded generation costs."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attractor.continual.guard import Guard
+from attractor.continual.overlay import Branch, fingerprint
+from attractor.data import Batches
+from attractor.evaluate import autocast, evaluate
+from attractor.experiments.adapting import situation
+from attractor.experiments.grid import Settings, Values
+from attractor.experiments.methods import METHODS, PAPER_ROLES
+from attractor.experiments.plan import Plan, device_of, domain, load_base, plan_of
+from attractor.generate import sample
+from attractor.layer import mode
+from attractor.model import GPT
+
+HARMS = ("random", "huge", "trained to be wrong", "trained against the guard")
+
+
+def harm(settings: Settings, folder: Path) -> Values:
+    """The perplexity of A under the guard with overlays made to ruin it, against the bound."""
+    plan, device = plan_of(settings["size"]), device_of(settings)
+    base = load_base(folder, settings["base"], device)
+    unchanged = fingerprint(base)
+    text = domain(plan, folder, settings["members"][0])
+
+    def cast_() -> Any:
+        return autocast(device, "auto")
+
+    before = evaluate(base, text.test, autocast=cast_)
+    found = {}
+    for name in HARMS:
+        branch = Branch(base, roles=PAPER_ROLES, attention="whole", also=("embedding", "norms"))
+        guard = Guard({"base": base, "harmful": branch.model}).to(device)
+        _spoil(name, branch, guard, text.train, plan, settings["seed"])
+        after = evaluate(cast(GPT, guard), text.test, autocast=cast_)
+        found[name] = {
+            "alone": evaluate(branch.model, text.test, autocast=cast_), "guarded": after,
+            "rise": math.expm1(after - before),
+        }  # fmt: skip
+    context = base.config.context
+    bound = guard.bound(len(text.test) - 1) / (len(text.test) - 1)
+    return {
+        "before": before, "overlays": found, "bound": math.expm1(bound), "window": context,
+        "base_unchanged": fingerprint(base) == unchanged,
+    }  # fmt: skip
+
+
+def _spoil(name: str, branch: Branch, guard: Guard, train: np.ndarray, plan: Plan, seed: int) -> None:
+    own = [layer.get_parameter(key) for _, layer, key in branch._own()] + list(branch.others.values())
+    chance = torch.Generator().manual_seed(seed)
+    if name in ("random", "huge"):
+        with torch.no_grad():
+            for parameter in own:
+                drawn = torch.randn(parameter.shape, generator=chance).to(parameter)
+                parameter.copy_(drawn * parameter.std() * (1 if name == "random" else 100))
+        return
+    victim = branch.model if name == "trained to be wrong" else guard
+    branch.model.requires_grad_(False)
+    for parameter in own:
+        parameter.requires_grad_(True)
+    optimizer = torch.optim.AdamW(own, lr=1e-3, weight_decay=0.0)
+    device = branch.model.embedding.weight.device
+    batches = Batches(train, plan.batch_size, branch.model.config.context, seed)
+    for _ in range(plan.steps // 3):
+        inputs, targets = (part.to(device) for part in next(batches))
+        with mode(victim, training=False), autocast(device, "auto"):
+            logits = victim(inputs)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        gradients = torch.autograd.grad(-loss, own, materialize_grads=True)
+        for parameter, gradient in zip(own, gradients, strict=True):
+            parameter.grad = gradient
+        torch.nn.utils.clip_grad_norm_(own, 1.0)
+        optimizer.step()
+
+
+def speed(settings: Settings, folder: Path) -> Values:
+    """Tokens per second of guarded generation after the posterior settled, over those of the overlay alone.
+
+    An overlay learns B; texts of B are prompts; then both write, in turns, and only tokens count that were
+    written while the base rested.
+    """
+    plan, device = plan_of(settings["size"]), device_of(settings)
+    base = load_base(folder, settings["base"], device)
+    old = {name: domain(plan, folder, name) for name in settings["members"]}
+    new = domain(plan, folder, settings["shift"])
+    adapter = METHODS[settings["method"]].make(situation(plan, settings, base, old))
+    batches = Batches(new.train, plan.batch_size, base.config.context, settings["seed"])
+    for step in range(plan.steps):
+        adapter.step(*next(batches), plan.rate_at(step, settings["rate"]))
+    guard = Guard({"base": base, "adapted": adapter.model}, pause=settings["pause"]).to(device).eval()
+    context = base.config.context
+    prompt_length, rounds = context * 5 // 8, 6
+    found: dict[str, list[float]] = {"guarded": [], "alone": []}
+    settled_after: list[int | None] = []
+    for number in range(rounds):
+        start = number * context
+        prompt = torch.from_numpy(new.test[start : start + prompt_length])[None].to(device)
+        for name, model in (("guarded", guard), ("alone", adapter.model)):
+            cache = model.new_cache(1)
+            rates, settled = _write(cast(GPT, model), cache, prompt, context - prompt_length - 1)
+            if number:  # the first round warms up
+                found[name] += rates
+                if name == "guarded":
+                    settled_after.append(settled)
+    medians = {name: statistics.median(times) if times else math.nan for name, times in found.items()}
+    return {
+        "ratio": medians["alone"] / medians["guarded"], "tokens": {name: len(t) for name, t in found.items()},
+        "settled_after": settled_after, "prompt": prompt_length, "pause": settings["pause"],
+        "all_paths_ratio": _both_paths(guard, adapter.model, new.test, context),
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def _write(model: GPT, cache: Any, prompt: Tensor, count: int) -> tuple[list[float], int | None]:
+    """Seconds of each token; of a guard, only while somebody rests. And after how many tokens that began."""
+    random = torch.Generator(prompt.device).manual_seed(0)
+    watched = hasattr(cache, "at_rest")
+    times, settled = [], None
+    logits = torch.cat([model(token, cache=cache) for token in prompt.split(1, 1)][-1:], 1)[:, -1]
+    for number in range(count):
+        started = time.perf_counter()
+        token = sample(logits.float(), 1.0, None, None, random)
+        logits = model(token[:, None], cache=cache)[:, -1]
+        token.tolist()  # whoever reads the text waits for it
+        if not watched or cache.at_rest:
+            times.append(time.perf_counter() - started)
+            settled = number if settled is None else settled
+    return times, settled
+
+
+@torch.no_grad()
+def _both_paths(guard: Guard, alone: GPT, text: np.ndarray, context: int) -> float:
+    """The same ratio while nobody rests: what the guard costs before the text has settled."""
+    tokens = torch.from_numpy(text[: context // 2])[None].to(alone.embedding.weight.device)
+    pause, guard.pause = guard.pause, 0.0
+    times: dict[str, list[float]] = {"guard": [], "alone": []}
+    made: dict[str, Callable[[], Any]] = {
+        "guard": lambda: guard.new_cache(1), "alone": lambda: alone.new_cache(1)
+    }  # fmt: skip
+    for _ in range(3):
+        for name, model in (("guard", guard), ("alone", alone)):
+            cache = made[name]()
+            for token in tokens.split(1, 1):
+                started = time.perf_counter()
+                model(token, cache=cache)[:, -1].argmax(-1).tolist()
+                times[name].append(time.perf_counter() - started)
+    guard.pause = pause
+    return statistics.median(times["alone"]) / statistics.median(times["guard"])

@@ -1,0 +1,139 @@
+"""What the benchmark is made of: texts, models, and how much of each a size takes."""
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from attractor import presets
+from attractor.checkpoint import find_model
+from attractor.config import APNConfig, DataConfig, GPTConfig, MoEConfig, RunConfig, TrainConfig
+from attractor.data import read_text
+from attractor.experiments.grid import Settings
+from attractor.model import GPT
+
+Size = Literal["smoke", "small", "full"]
+HOME = "shakespeare"
+TARGETS = ("kjv", "first-folio", "python")
+MIXTURE = ("shakespeare", "kjv")
+TUNED_ON = "kjv"
+KINDS = ("dense", "apn", "moe", "switch")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a size means."""
+
+    model: GPTConfig
+    apn: APNConfig
+    moe: MoEConfig
+    train: TrainConfig
+    steps: int
+    batch_size: int
+    rates: tuple[float, ...]
+    seeds: int
+    test_bytes: int
+    val_bytes: int
+    train_bytes: int | None
+    stream_tokens: int
+    evaluations: int = 6
+    """Of a run of adaptation, evenly spaced; the best of them by B's validation text is what counts."""
+    warmup: float = 0.08
+    """Share of the steps."""
+    memory: int = 1024
+    """Sequences of the old text that methods with a memory may keep."""
+
+    def config(self, kind: str, seed: int) -> RunConfig:
+        train = dataclasses.replace(self.train, seed=seed)
+        run = RunConfig(model=self.model, train=train, data=DataConfig(tokenizer="byte"))
+        if kind == "apn":
+            return presets.with_apn(run, self.apn)
+        if kind == "moe":
+            return presets.with_mixture(run, "moe", self.moe)
+        if kind == "switch":  # experts of the dense FFN's width: half as many for the same parameters
+            return presets.with_mixture(run, "switch", MoEConfig(num_experts=self.moe.num_experts // 2))
+        return run
+
+    def rate_at(self, step: int, rate: float) -> float:
+        """Warm-up, then half a cosine to zero."""
+        rising = min(1.0, (step + 1) / max(1, round(self.warmup * self.steps)))
+        return rate * rising * (0.5 + 0.5 * math.cos(math.pi * step / self.steps))
+
+    def evaluated(self) -> list[int]:
+        return sorted({round(i * self.steps / self.evaluations) for i in range(self.evaluations + 1)})
+
+
+def plan_of(size: Size) -> Plan:
+    if size == "smoke":
+        return Plan(
+            model=GPTConfig(vocab_size=256, context=32, num_layers=2, num_heads=2, dim=32),
+            apn=APNConfig(num_patches=16, top_k=2, rank=16), moe=MoEConfig(num_experts=4),
+            train=TrainConfig(max_steps=60, batch_size=16, warmup_steps=10, eval_interval=30,
+                              checkpoint_interval=60),
+            steps=6, batch_size=4, rates=(1e-3, 1e-2), seeds=1, test_bytes=4096, val_bytes=2048,
+            train_bytes=65_536, stream_tokens=2048, evaluations=2, memory=128,
+        )  # fmt: skip
+    if size == "small":
+        return Plan(
+            model=GPTConfig(vocab_size=256, context=128, num_layers=4, num_heads=4, dim=128, dropout=0.1),
+            apn=APNConfig(num_patches=32, top_k=4, rank=64, patch_dropout=0.15), moe=MoEConfig(),
+            train=TrainConfig(max_steps=1500, batch_size=32, patience=3), steps=300, batch_size=16,
+            rates=(1e-3, 3e-3, 1e-2), seeds=1, test_bytes=102_400, val_bytes=25_600, train_bytes=1_000_000,
+            stream_tokens=131_072,
+        )  # fmt: skip
+    return Plan(
+        model=GPTConfig(vocab_size=256, dropout=0.2),
+        apn=APNConfig(num_patches=64, top_k=4, rank=128, patch_dropout=0.15), moe=MoEConfig(),
+        train=TrainConfig(max_steps=2500, patience=3), steps=600, batch_size=32,
+        rates=(3e-4, 1e-3, 3e-3, 1e-2, 3e-2), seeds=3, test_bytes=102_400, val_bytes=51_200,
+        train_bytes=None, stream_tokens=1_048_576,
+    )  # fmt: skip
+
+
+class Text(NamedTuple):
+    train: np.ndarray
+    validation: np.ndarray
+    test: np.ndarray
+
+
+def read_domains(plan: Plan, sources: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """Every domain as bytes in folder/texts, for the cells to read; returns the hash of what they read."""
+    (folder / "texts").mkdir(parents=True, exist_ok=True)
+    hashes = {}
+    for name, source in sources.items():
+        data = read_text(source).encode()
+        held_out = plan.test_bytes + plan.val_bytes
+        if len(data) < 2 * held_out:
+            raise ValueError(f"{source!r} has {len(data):,} bytes; a domain needs {2 * held_out:,} or more")
+        train = data[:-held_out][: plan.train_bytes]
+        used = train + data[-held_out:]
+        place = folder / "texts" / f"{name}.bin"
+        if not place.is_file() or place.read_bytes() != used:
+            place.write_bytes(used)
+        hashes[name] = hashlib.sha256(used).hexdigest()
+    return hashes
+
+
+def domain(plan: Plan, folder: Path, name: str) -> Text:
+    data = np.frombuffer((folder / "texts" / f"{name}.bin").read_bytes(), dtype=np.uint8).astype(np.int64)
+    rest, test = np.split(data, [len(data) - plan.test_bytes])
+    train, validation = np.split(rest, [len(rest) - plan.val_bytes])
+    return Text(train, validation, test)
+
+
+def base_name(kind: str, source: str, seed: int) -> str:
+    return f"{kind}-{source}-{seed}"
+
+
+def load_base(folder: Path, name: str, device: torch.device) -> GPT:
+    return GPT.from_pretrained(find_model(folder / "pretrained" / name), device=device).eval()
+
+
+def device_of(settings: Settings) -> torch.device:
+    return torch.device(settings["device"])

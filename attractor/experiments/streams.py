@@ -1,0 +1,126 @@
+"""A stream that goes from domain to domain and back, once, and nobody says where it is: one method's cell."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+
+from attractor.continual.config import GuardConfig, LearnConfig, UpdateConfig
+from attractor.continual.guarded import GuardedLearner
+from attractor.continual.overlay import fingerprint
+from attractor.data import windows
+from attractor.evaluate import evaluate
+from attractor.experiments.adapting import Meter, situation
+from attractor.experiments.grid import Settings, Values
+from attractor.experiments.methods import METHODS, PAPER_ROLES, Adapter
+from attractor.experiments.plan import Plan, device_of, domain, load_base, plan_of
+from attractor.model import GPT
+
+GUARDED = "APN, guarded, no labels"
+LEARNERS = {
+    "dense, full": "dense", "dense, FFN only": "dense", "dense, replay 5 %": "dense",
+    "dense, EWC 1000": "dense", "APN, strictly local": "apn", "APN, paper rule": "apn", GUARDED: "apn",
+}  # fmt: skip
+"""Method -> the model it starts from. Replay and EWC know the old text; the others know nothing."""
+
+
+class Pass(NamedTuple):
+    """What one visit to a domain was like."""
+
+    loss: float  # progressive: of each piece before it was learned
+    claimed: dict[str, int]  # tokens by the path that took them, where there are paths
+
+
+class Online:
+    """A method that learns from batches, fed with the stream as it comes."""
+
+    def __init__(self, adapter: Adapter, plan: Plan, rate: float) -> None:
+        self.adapter, self.plan, self.rate = adapter, plan, rate
+
+    def learn(self, tokens: np.ndarray) -> Pass:
+        losses = []
+        for inputs, targets, _ in windows(tokens, self.adapter.model.config.context, self.plan.batch_size):
+            losses.append((self.adapter.step(inputs, targets, self.rate), targets.numel()))
+        return Pass(sum(loss * n for loss, n in losses) / sum(n for _, n in losses), {})
+
+    def predictor(self) -> GPT:
+        return self.adapter.model
+
+    def described(self) -> dict[str, Any]:
+        return {"trained": self.adapter.trained}
+
+
+class Guarded:
+    """GuardedLearner without labels: overlays open and are found again by themselves."""
+
+    def __init__(self, base: GPT, plan: Plan, rate: float, home: np.ndarray) -> None:
+        block = plan.batch_size * base.config.context
+        update = UpdateConfig(train=PAPER_ROLES, learning_rate=rate, clip_norm=1.0)
+        config = GuardConfig(
+            learn=LearnConfig(update=update, budget=block), attention="whole", also=("embedding", "norms"),
+            piece=block, patience=2, tolerance=0.3, keep_versions=1,
+        )  # fmt: skip
+        self.learner = GuardedLearner(base, config=config)
+        self.learner.calibrate(home)
+
+    def learn(self, tokens: np.ndarray) -> Pass:
+        claimed: Counter[str] = Counter()
+        loss, scored = 0.0, 0
+        for piece in np.array_split(tokens, -(-len(tokens) // self.learner.config.piece)):
+            seen = self.learner.observe(piece, source=None)
+            claimed[seen.source or "nobody yet"] += len(piece)
+            loss, scored = loss + seen.loss_sum, scored + seen.scored
+        self.learner.flush()
+        return Pass(loss / max(1, scored), dict(claimed))
+
+    def predictor(self) -> GPT:
+        return cast(GPT, self.learner.guard)
+
+    def described(self) -> dict[str, Any]:
+        told = self.learner.overlays()
+        return {"overlays": {name: {"tokens": o["tokens"], "bytes": o["bytes"]} for name, o in told.items()}}
+
+
+def visits(plan: Plan, order: list[str], texts: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+    """A domain goes on where it was left, and starts again when it is used up."""
+    place: Counter[str] = Counter()
+    for name in order:
+        start = place[name]
+        yield name, np.take(texts[name], np.arange(start, start + plan.stream_tokens), mode="wrap")
+        place[name] += plan.stream_tokens
+
+
+def run(settings: Settings, folder: Path) -> Values:
+    """The result matrix: losses of all domains before the stream and after each visit."""
+    plan, device = plan_of(settings["size"]), device_of(settings)
+    base = load_base(folder, settings["base"], device)
+    unchanged = fingerprint(base)
+    texts = {name: domain(plan, folder, name) for name in dict.fromkeys(settings["order"])}
+    home = {settings["order"][0]: texts[settings["order"][0]]}
+    torch.manual_seed(settings["seed"])
+    learner: Online | Guarded
+    if settings["method"] == GUARDED:
+        learner = Guarded(base, plan, settings["rate"], next(iter(home.values())).validation)
+    else:
+        make: Callable[..., Adapter] = METHODS[settings["method"]].make
+        learner = Online(make(situation(plan, settings, base, home)), plan, settings["rate"])
+    meter = Meter(base, {})
+
+    def matrix_row() -> dict[str, float]:
+        model = learner.predictor()
+        return {name: evaluate(model, text.test, autocast=meter.cast) for name, text in texts.items()}
+
+    matrix, passes = [matrix_row()], []
+    started = time.perf_counter()
+    for _, tokens in visits(plan, settings["order"], {name: text.train for name, text in texts.items()}):
+        passes.append(learner.learn(tokens))
+        matrix.append(matrix_row())
+    return {
+        "order": settings["order"], "matrix": matrix, "progressive": [done.loss for done in passes],
+        "claimed": [done.claimed for done in passes], "seconds": time.perf_counter() - started,
+        "base_unchanged": fingerprint(base) == unchanged, **learner.described(),
+    }  # fmt: skip
