@@ -41,19 +41,22 @@ class Surprise(NamedTuple):
         return cls(float(mean), float(square), tokens)
 
     def after(self, losses: Tensor) -> "Surprise":
-        if losses.numel() == 0:
-            return self
-        tokens = self.tokens + losses.numel()
-        share = losses.numel() / min(tokens, max(HORIZON, losses.numel()))  # at first a plain mean
         losses = losses.double()
-        mean = self.mean + share * (float(losses.mean()) - self.mean)
-        square = self.square + share * (float(losses.square().mean()) - self.square)
+        return self.after_sums(losses.numel(), float(losses.sum()), float(losses.square().sum()))
+
+    def after_sums(self, count: int, loss_sum: float, square_sum: float) -> "Surprise":
+        if count == 0:
+            return self
+        tokens = self.tokens + count
+        share = count / min(tokens, max(HORIZON, count))  # at first a plain mean
+        mean = self.mean + share * (loss_sum / count - self.mean)
+        square = self.square + share * (square_sum / count - self.square)
         return Surprise(mean, square, tokens)
 
 
 class Admission(NamedTuple):
     admitted: Tensor  # bool, like the losses
-    held_back: dict[str, int]  # by which gate; a token may be held back by several
+    held_back: dict[str, Tensor]  # () how many, by which gate; a token may be held back by several
 
 
 def entropy(logits: Tensor) -> Tensor:
@@ -86,5 +89,4 @@ def admit(
     admitted = candidates.clone()
     for refused in reasons.values():
         admitted &= ~refused
-    counts = {name: int((refused & candidates).sum()) for name, refused in reasons.items()}
-    return Admission(admitted, {name: count for name, count in counts.items() if count})
+    return Admission(admitted, {name: (refused & candidates).sum() for name, refused in reasons.items()})

@@ -13,6 +13,7 @@ depend on the length of the stream. A step that fails leaves model, optimizer an
 
 import dataclasses
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -49,7 +50,6 @@ from attractor.continual.update import (
     all_or_nothing,
     most_specific,
     precise,
-    taught_patches,
 )
 from attractor.data import IGNORED
 from attractor.evaluate import autocast, evaluate, perplexity, routing
@@ -169,10 +169,11 @@ class OnlineLearner:
 
         Tokens that wait for an update are learned from first. Targets may be data.IGNORED.
         """
-        inputs, targets = check_batch(self.model, (inputs, targets))
+        batch = check_batch(self.model, (inputs, targets))
         if not (targets != IGNORED).any():
             raise ValueError("every target is ignored; there is nothing to learn from")
         self.flush()
+        inputs, targets = batch
         with all_or_nothing() as undo:
             lesson, seen, surprise = self._score(inputs, targets, targets != IGNORED)
             result, habits = self._learn(lesson, self.totals.tokens + inputs.numel(), undo)
@@ -235,14 +236,17 @@ class OnlineLearner:
             losses = F.cross_entropy(
                 logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORED
             ).view_as(targets)
-            plain = losses.detach()[counted]
-            if not plain.isfinite().all():
-                raise NotFiniteUpdate("the loss of this text is not finite; nothing was changed")
             confidence = torch.stack([s.confidence.detach() for s in stats.values()]).amin(0)
             admission = admit(self.config.gates, counted, losses, logits, confidence, self.totals.surprise)
+            plain = losses.detach().double().masked_fill(~counted, 0)
+            figures = [plain.sum(), plain.square().sum(), counted.sum(), admission.admitted.sum()]
+            # one transfer: each waits for the GPU, and for whoever else uses it
+            told = torch.stack([x.double() for x in [*figures, *admission.held_back.values()]]).tolist()
+            loss_sum, square_sum, scored, taught = told[0], told[1], int(told[2]), int(told[3])
+            if not math.isfinite(loss_sum):
+                raise NotFiniteUpdate("the loss of this text is not finite; nothing was changed")
             names = [(key, parameter) for key, _, parameter in self.update.parameters()]
             gradients: dict[str, Tensor] = {}
-            taught = int(admission.admitted.sum())
             if taught:
                 total = (losses * admission.admitted).sum()
                 found = torch.autograd.grad(total, [p for _, p in names], allow_unused=True)
@@ -264,11 +268,11 @@ class OnlineLearner:
                 for number, x in captured.items()
             }
             lesson = dataclasses.replace(lesson, outlook=outlook)
-        seen = Observation(
-            loss_sum=float(plain.double().sum()), scored=plain.numel(), taught=taught,
-            held_back=admission.held_back,
-        )  # fmt: skip
-        return lesson, seen, self.totals.surprise.after(plain)
+        held_back = {
+            name: int(count) for name, count in zip(admission.held_back, told[4:], strict=True) if count
+        }
+        seen = Observation(loss_sum=loss_sum, scored=scored, taught=taught, held_back=held_back)
+        return lesson, seen, self.totals.surprise.after_sums(scored, loss_sum, square_sum)
 
     def _usage(
         self, stats: Mapping[Any, RoutingStats], counted: Tensor, admitted: Tensor
@@ -276,11 +280,10 @@ class OnlineLearner:
         """For each layer: the patches that admitted tokens selected, and how often all selected each."""
         chosen, counts = {}, {}
         for number, layer in self.layers.items():
-            patches = taught_patches(stats[number], admitted)
-            chosen[number] = torch.zeros(layer.num_patches, dtype=torch.bool, device=patches.device)
-            chosen[number][patches] = True
-            selected = stats[number].indices[counted].flatten()
-            counts[number] = torch.bincount(selected[selected >= 0], minlength=layer.num_patches)
+            slots = stats[number].indices.masked_fill(~counted[..., None], -1)
+            counts[number] = _tally(slots, layer.num_patches)
+            idle = (stats[number].weights == 0) | ~admitted[..., None]  # also what patch dropout removed
+            chosen[number] = _tally(slots.masked_fill(idle, -1), layer.num_patches) > 0
         return chosen, counts
 
     def _learn(self, lesson: Lesson, token: int, undo: Undo) -> tuple[Observation, dict[Any, Habits]]:
@@ -289,17 +292,21 @@ class OnlineLearner:
         taught: dict[Any, Tensor] = {}
         changes: dict[Any, float] = {}
         if lesson.taught:
-            for number, chosen in lesson.chosen.items():
+            sizes = [len(chosen) for chosen in lesson.chosen.values()]
+            masks = torch.cat(list(lesson.chosen.values())).cpu().split(sizes)
+            for number, chosen in zip(lesson.chosen, masks, strict=True):
                 patches = chosen.nonzero().flatten()
                 if self.config.max_patches is not None:
                     usual = self.allocator.habits[number].usage * self.config.allocation.usage_horizon
-                    patches = most_specific(patches, lesson.counts[number], usual, self.config.max_patches)
+                    used = lesson.counts[number].cpu(), usual.cpu()
+                    patches = most_specific(patches, *used, self.config.max_patches)
                 taught[number] = patches
             with self._gradients(lesson.gradients):
                 changes = self.update.step(taught, gradient_scale=1 / lesson.taught, undo=undo)
             if self.config.prototype_rate:
                 for number, patches in taught.items():
                     toward, amount = lesson.toward[number], lesson.amount[number]
+                    patches = patches.to(self.device)
                     turn(self.layers[number], patches, toward, amount, self.config.prototype_rate, undo)
         events = []
         for number, outlook in lesson.outlook.items():
@@ -472,3 +479,9 @@ class OnlineLearner:
 
     def _tokens(self, text: Text) -> np.ndarray:
         return tokens_of(text, self.tokenizer, self.model.config.vocab_size, self.config.max_observation)
+
+
+def _tally(patches: Tensor, count: int) -> Tensor:
+    """(count) how often each patch is named; -1 is none. Unlike `bincount` it never waits for the GPU."""
+    places = patches.flatten() + 1
+    return places.new_zeros(count + 1).scatter_add_(0, places, torch.ones_like(places))[1:]

@@ -87,7 +87,7 @@ def most_specific(patches: Tensor, used_here: Tensor, used_before: Tensor, most:
 def _length(moved: list[Move]) -> Tensor:
     """(patches) how far each moves, over all of its parameters."""
     own = [change.flatten(1).norm(dim=1) for name, _, _, change in moved if ROLES[name] in PATCH_ROLES]
-    return torch.stack(own).norm(dim=0) if own else torch.zeros(1)
+    return torch.stack(own).norm(dim=0) if own else torch.zeros(1, device=moved[0][3].device)
 
 
 class LocalUpdate:
@@ -147,37 +147,41 @@ class LocalUpdate:
             raise ValueError(f"unknown layers {sorted(map(str, unknown))}")
         writes: list[Write] = []
         if self.config.clip_norm is not None:
-            norm = gradient_scale * self._gradient_norm(taught)
-            gradient_scale *= min(1.0, self.config.clip_norm / max(norm, 1e-30))
-        lengths = {number: self._plan(number, taught[number], gradient_scale, writes) for number in taught}
+            norm = (gradient_scale * self._gradient_norm(taught)).clamp(min=1e-30)
+            scale: float | Tensor = gradient_scale * (self.config.clip_norm / norm).clamp(max=1)
+        else:
+            scale = gradient_scale
+        lengths = {number: self._plan(number, taught[number], scale, writes) for number in taught}
         if any(len(patches) for patches in taught.values()):
             for name, parameter in self.others.items():
-                self._plan_whole(f"other.{name}", parameter, gradient_scale, writes)
-        if not all(values.isfinite().all() for _, _, values in writes):
+                self._plan_whole(f"other.{name}", parameter, scale, writes)
+        if writes and not torch.stack([values.isfinite().all() for _, _, values in writes]).all():
             raise NotFiniteUpdate("a gradient or an update is not finite; nothing was changed")
         with all_or_nothing(undo) as undo:
             for target, rows, values in writes:
                 write_rows(target, rows, values, undo)
-        return {number: float(length) for number, length in lengths.items()}
+        found = torch.stack(list(lengths.values())).tolist() if lengths else []  # one wait for the GPU
+        return dict(zip(lengths, found, strict=True))
 
-    def _gradient_norm(self, taught: Mapping[Any, Tensor]) -> float:
+    def _gradient_norm(self, taught: Mapping[Any, Tensor]) -> Tensor:
         """Of what a step on these patches reads."""
         found = []
         for number, patches in taught.items():
             for name, parameter in self.trained(number) if len(patches) else ():
                 if parameter.grad is not None:
-                    read = patches if ROLES[name] in PATCH_ROLES else slice(None)
+                    read = patches.to(parameter.device) if ROLES[name] in PATCH_ROLES else slice(None)
                     found.append(precise(parameter.grad[read]))
         found += [precise(other.grad) for other in self.others.values() if found and other.grad is not None]
-        return float(torch.nn.utils.get_total_norm(found)) if found else 0.0
+        return torch.nn.utils.get_total_norm(found)
 
-    def _plan(self, number: Any, patches: Tensor, scale: float, writes: list[Write]) -> Tensor:
+    def _plan(self, number: Any, patches: Tensor, scale: float | Tensor, writes: list[Write]) -> Tensor:
         """Append what a step on these patches writes; change nothing."""
         layer, config = self.layers[number], self.config
         if len(patches) == 0:
-            return torch.zeros(())
+            return torch.zeros((), device=layer.prototypes.device)
         if patches.min() < 0 or patches.max() >= layer.num_patches:
             raise ValueError(f"patches {patches.tolist()} must lie in 0 to {layer.num_patches - 1}")
+        patches = patches.to(layer.prototypes.device)
         moved: list[Move] = []
         for name, parameter in self.trained(number):
             if parameter.grad is None:
@@ -206,7 +210,7 @@ class LocalUpdate:
             writes.append((parameter, rows, values))
         return _length(moved).max()
 
-    def _plan_whole(self, key: str, parameter: Tensor, scale: float, writes: list[Write]) -> None:
+    def _plan_whole(self, key: str, parameter: Tensor, scale: float | Tensor, writes: list[Write]) -> None:
         if parameter.grad is None:
             raise ValueError(f"{key} has no gradient; call backward() first")
         rows = torch.arange(parameter.shape[0], device=parameter.device)
