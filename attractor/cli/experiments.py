@@ -7,8 +7,9 @@ from typing import Any, Literal
 from attractor import distributed, presets
 from attractor.cli.common import dataset_of, progress_bar
 from attractor.config import check_size
-from attractor.experiments import demo, forgetting, table1, table2
+from attractor.experiments import demo, forgetting, shifts, table1, table2
 from attractor.experiments.benchmark import Benchmark
+from attractor.experiments.methods import METHODS
 from attractor.experiments.plan import MIXTURE, Size
 
 
@@ -42,6 +43,7 @@ class ExperimentList:
         print(f"table1       {Table1.__doc__}")
         print(f"table2       {Table2.__doc__}")
         print(f"forgetting   {Forgetting.__doc__}")
+        print(f"shifts       {Shifts.__doc__}")
 
 
 @dataclass(kw_only=True)
@@ -163,4 +165,22 @@ class Forgetting(Grid):
         with bar.bar:
             values = forgetting.run(bench, result, seed=self.seed)
         print(forgetting.table(values))
+        print(f"written to {result}")
+
+
+@dataclass(kw_only=True)
+class Shifts(Grid):
+    """The honest benchmark: every method on every shift, alone and behind the guard, and on a stream."""
+
+    methods: tuple[str, ...] = tuple(METHODS)
+    """Rows of the table, such as "dense, full" (which is always there: gains are measured by it)."""
+    mixture: tuple[str, ...] = MIXTURE
+    """The domains of the second pretraining text."""
+
+    def run(self) -> None:
+        bench, result, bar = self.benchmark("shifts", self.mixture)
+        with bar.bar:
+            methods = tuple(dict.fromkeys((shifts.BEST_FULL, *self.methods)))
+            values = shifts.run(bench, result, methods=methods)
+        print(shifts.table(values))
         print(f"written to {result}")

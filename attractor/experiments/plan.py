@@ -14,13 +14,16 @@ import torch
 from attractor import presets
 from attractor.checkpoint import find_model
 from attractor.config import APNConfig, DataConfig, GPTConfig, MoEConfig, RunConfig, TrainConfig
-from attractor.data import read_text
+from attractor.data import open_text
 from attractor.experiments.grid import Settings
 from attractor.model import GPT
 
 Size = Literal["smoke", "small", "full"]
 HOME = "shakespeare"
-TARGETS = ("kjv", "first-folio", "python")
+PAPER = "paper-shift"
+TARGETS = ("kjv", "first-folio", PAPER, "python")
+"""Domains to adapt to. Of the paper's own there are as few bytes to learn from as in the paper."""
+PAPER_BYTES = 8_722
 MIXTURE = ("shakespeare", "kjv")
 TUNED_ON = "kjv"
 KINDS = ("dense", "apn", "moe", "switch")
@@ -37,11 +40,12 @@ class Plan:
     steps: int
     batch_size: int
     rates: tuple[float, ...]
-    seeds: int
     test_bytes: int
     val_bytes: int
     train_bytes: int | None
     stream_tokens: int
+    seeds: int = 1
+    mixture_seeds: int = 1
     evaluations: int = 6
     """Of a run of adaptation, evenly spaced; the best of them by B's validation text is what counts."""
     warmup: float = 0.08
@@ -76,15 +80,15 @@ def plan_of(size: Size) -> Plan:
             apn=APNConfig(num_patches=16, top_k=2, rank=16), moe=MoEConfig(num_experts=4),
             train=TrainConfig(max_steps=60, batch_size=16, warmup_steps=10, eval_interval=30,
                               checkpoint_interval=60),
-            steps=6, batch_size=4, rates=(1e-3, 1e-2), seeds=1, test_bytes=4096, val_bytes=2048,
-            train_bytes=65_536, stream_tokens=2048, evaluations=2, memory=128,
+            steps=6, batch_size=4, rates=(1e-3, 1e-2), test_bytes=4096, val_bytes=2048, train_bytes=65_536,
+            stream_tokens=2048, evaluations=2, memory=128,
         )  # fmt: skip
     if size == "small":
         return Plan(
             model=GPTConfig(vocab_size=256, context=128, num_layers=4, num_heads=4, dim=128, dropout=0.1),
             apn=APNConfig(num_patches=32, top_k=4, rank=64, patch_dropout=0.15), moe=MoEConfig(),
             train=TrainConfig(max_steps=1500, batch_size=32, patience=3), steps=300, batch_size=16,
-            rates=(1e-3, 3e-3, 1e-2), seeds=1, test_bytes=102_400, val_bytes=25_600, train_bytes=1_000_000,
+            rates=(1e-3, 3e-3, 1e-2), test_bytes=102_400, val_bytes=25_600, train_bytes=1_000_000,
             stream_tokens=131_072,
         )  # fmt: skip
     return Plan(
@@ -107,9 +111,11 @@ def read_domains(plan: Plan, sources: Mapping[str, str], folder: Path) -> dict[s
     (folder / "texts").mkdir(parents=True, exist_ok=True)
     hashes = {}
     for name, source in sources.items():
-        data = read_text(source).encode()
         held_out = plan.test_bytes + plan.val_bytes
-        if len(data) < 2 * held_out:
+        few = name == PAPER and source == PAPER
+        text = open_text(source, size=PAPER_BYTES + held_out) if few else open_text(source)
+        data = "".join(text.chunks()).encode()
+        if not few and len(data) < 2 * held_out:
             raise ValueError(f"{source!r} has {len(data):,} bytes; a domain needs {2 * held_out:,} or more")
         train = data[:-held_out][: plan.train_bytes]
         used = train + data[-held_out:]

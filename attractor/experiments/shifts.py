@@ -8,3 +8,218 @@ seen. Every method sees the same tokens, with the same schedule; its learning ra
 few on the validation text of one shift, and then frozen; it stops early on B's validation text; what is
 reported is measured on whole test texts that nothing was chosen by. Each cell of the grid is a JSON file.
 """
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from attractor.experiments.benchmark import Benchmark
+from attractor.experiments.grid import Values
+from attractor.experiments.methods import METHODS
+from attractor.experiments.plan import HOME, KINDS, TUNED_ON
+from attractor.experiments.result import write_result
+from attractor.experiments.statistics import gain_fraction, hypervolume, interval, transfer
+from attractor.experiments.streams import LEARNERS
+
+BEST_FULL = "dense, full"
+"""What gains on B are measured by."""
+WAYS = ("alone", "guarded")
+STREAM = (HOME, "kjv", "python", "first-folio", HOME, "kjv")
+
+
+def run(bench: Benchmark, result: Path, *, methods: Sequence[str] = tuple(METHODS)) -> dict[str, Any]:
+    """Every cell, then the result file."""
+    if unknown := set(methods) - set(METHODS):
+        raise ValueError(f"unknown methods {sorted(unknown)}; there are: {'; '.join(METHODS)}")
+    plan = bench.plan
+    grid = {HOME: range(plan.seeds), "mixture": range(plan.mixture_seeds)}
+    pretrained = bench.run(
+        {
+            name: cell
+            for source, seeds in grid.items() for seed in seeds for kind in KINDS
+            for name, cell in bench.pretrain(kind, source, seed).items()
+        }
+    )  # fmt: skip
+    rates = tune(bench, methods)
+    cells = {
+        (source, shift, method, seed): bench.adapt(method, source, shift, seed, rates[method]["rate"])
+        for seed in range(plan.seeds) for source in grid if seed in grid[source]
+        for shift in bench.shifts(source) for method in methods
+    }  # fmt: skip
+    done = bench.run({name: cell for part in cells.values() for name, cell in part.items()})
+    found = {key: done[next(iter(part))] for key, part in cells.items()}
+    shifts = {
+        source: {
+            shift: {
+                method: summary(
+                    [found[source, shift, method, seed] for seed in grid[source]],
+                    [found[source, shift, BEST_FULL, seed] for seed in grid[source]],
+                    bench.members(source),
+                )
+                for method in methods
+            }
+            for shift in bench.shifts(source)
+        }
+        for source in grid
+    }
+    values = {
+        "experiment": "shifts", "size": bench.size, "seeds": plan.seeds, "device": bench.device,
+        "texts": bench.hashes, "mixture": list(bench.mixture), "block": 1024,
+        "config": {kind: plan.config(kind, 0).to_dict() for kind in KINDS},
+        "recipe": {"steps": plan.steps, "batch_size": plan.batch_size, "rates": plan.rates,
+                   "tuned_on": TUNED_ON},
+        "pretrained": {name: {key: part[key] for key in ("val_ppl", "parameters", "multiply_adds_per_token",
+                                                         "best_step")}
+                       for name, part in pretrained.items()},
+        "rates": rates, "shifts": shifts, "streams": run_streams(bench),
+    }  # fmt: skip
+    write_result(result, values)
+    return values
+
+
+def finite(loss: float) -> float:
+    return loss if math.isfinite(loss) else math.inf
+
+
+def tune(bench: Benchmark, methods: Iterable[str]) -> dict[str, Any]:
+    """For every method the rate with the best validation loss of one shift, with the first seed."""
+    cells = {
+        (method, rate): bench.adapt(method, HOME, TUNED_ON, 0, rate)
+        for method in methods for rate in bench.plan.rates
+    }  # fmt: skip
+    done = bench.run({name: cell for part in cells.values() for name, cell in part.items()})
+    tuned = {}
+    for method in methods:
+        validation = {
+            rate: finite(done[next(iter(cells[method, rate]))]["best"]["validation"])
+            for rate in bench.plan.rates
+        }
+        tuned[method] = {"rate": min(validation, key=lambda rate: validation[rate]),
+                         "validation": {str(rate): loss for rate, loss in validation.items()}}  # fmt: skip
+    return tuned
+
+
+def summary(cells: Sequence[Values], full: Sequence[Values], old: Sequence[str]) -> dict[str, Any]:
+    """One method on one shift over seeds: perplexities, gains and losses, alone and behind the guard."""
+    first = cells[0]
+    told: dict[str, Any] = {
+        "A_before": _ppl(_mean_loss(cell["before"], old) for cell in cells),
+        "B_before": _ppl(cell["before"]["B"]["loss"] for cell in cells),
+        "best_steps": [cell["best"]["step"] for cell in cells],
+        "trained": first["trained"], "changed": first["best"]["changed"], "bytes": first["best"]["bytes"],
+        "extra_bytes": first["extra_bytes"], "tokens": first["tokens"],
+        "seconds": float(np.mean([cell["seconds"] for cell in cells])),
+        "base_unchanged": all(cell["base_unchanged"] for cell in cells), "bound": first["bound"],
+        "trajectory": [
+            {"step": point["step"], "A": _mean_of(point["losses"], old), "B": point["losses"]["B"]}
+            for point in first["trajectory"]
+        ],
+        "routing": first["routing"],
+    }  # fmt: skip
+    for way in WAYS:
+        after = [cell["best"][way] for cell in cells]
+        forgetting = [_block_differences(now, cell["before"], old)
+                      for now, cell in zip(after, cells, strict=True)]  # fmt: skip
+        against = [_block_differences(now, theirs["best"]["alone"], ["B"])
+                   for now, theirs in zip(after, full, strict=True)]  # fmt: skip
+        lost = [_mean_loss(now, old) - _mean_loss(cell["before"], old)
+                for now, cell in zip(after, cells, strict=True)]  # fmt: skip
+        gains = [
+            gain_fraction(cell["before"]["B"]["loss"], now["B"]["loss"], theirs["best"]["alone"]["B"]["loss"])
+            for now, cell, theirs in zip(after, cells, full, strict=True)
+        ]
+        points = [(gain, loss) for gain, loss in zip(gains, lost, strict=True)]
+        told[way] = {
+            "A": _ppl(_mean_loss(now, old) for now in after), "B": _ppl(now["B"]["loss"] for now in after),
+            "B_seeds": [math.exp(now["B"]["loss"]) for now in after],
+            "forgetting": float(np.mean(lost)), "forgetting_interval": interval(forgetting),
+            "B_over_full": math.exp(float(np.mean([np.mean(part) for part in against]))),
+            "B_over_full_interval": [math.exp(bound) for bound in interval(against)],
+            "gain": float(np.mean(gains)), "hypervolume": float(np.mean([hypervolume([p]) for p in points])),
+        }  # fmt: skip
+    return told
+
+
+def _mean_of(losses: dict[str, float], names: Sequence[str]) -> float:
+    return sum(losses[name] for name in names) / len(names)
+
+
+def _mean_loss(part: dict[str, Any], names: Sequence[str]) -> float:
+    return _mean_of({name: part[name]["loss"] for name in names}, names)
+
+
+def _ppl(losses: Iterable[float]) -> float:
+    """Of the mean loss over seeds."""
+    return math.exp(float(np.mean(list(losses))))
+
+
+def _block_differences(now: dict[str, Any], then: dict[str, Any], names: Sequence[str]) -> list[float]:
+    pairs = [(now[name]["blocks"], then[name]["blocks"]) for name in names]
+    return [a - b for after, before in pairs for a, b in zip(after, before, strict=True)]
+
+
+def run_streams(bench: Benchmark) -> dict[str, Any]:
+    """Each learner with its best rate by the progressive loss on the first new domain, for every seed."""
+    order = [name for name in STREAM if name == HOME or name in bench.targets]
+    trial = [HOME, TUNED_ON]
+    tried = bench.run(
+        {
+            name: cell
+            for method in LEARNERS for rate in bench.plan.rates
+            for name, cell in bench.stream(method, trial, 0, rate).items()
+        }
+    )  # fmt: skip
+    chosen = {}
+    for method in LEARNERS:
+        found = {rate: tried[next(iter(bench.stream(method, trial, 0, rate)))] for rate in bench.plan.rates}
+        progressive = {rate: finite(values["progressive"][1]) for rate, values in found.items()}
+        chosen[method] = min(progressive, key=lambda rate: progressive[rate])
+    cells = {
+        (method, seed): bench.stream(method, order, seed, chosen[method])
+        for method in LEARNERS for seed in range(bench.plan.seeds)
+    }  # fmt: skip
+    done = bench.run({name: cell for part in cells.values() for name, cell in part.items()})
+    return {
+        "order": order,
+        "methods": {
+            method: {
+                "rate": chosen[method],
+                "seeds": [
+                    {**values, **transfer(values["matrix"], order)}
+                    for values in (done[next(iter(cells[method, seed]))] for seed in range(bench.plan.seeds))
+                ],
+            }
+            for method in LEARNERS
+        },
+    }
+
+
+def table(values: dict[str, Any]) -> str:
+    lines = []
+    for source, shifts in values["shifts"].items():
+        for shift, rows in shifts.items():
+            lines.append(
+                f"{source} -> {shift}, mean of {values['seeds']} seed(s); guarded figures in brackets"
+            )
+            lines.append(f"{'':34s}{'A before':>9s}{'A':>9s}{'':>9s}{'B':>9s}{'':>9s}{'gain':>8s}{'lost':>9s}"
+                         f"{'trained':>10s}{'changed':>10s}")  # fmt: skip
+            for method, row in rows.items():
+                a, g = row["alone"], row["guarded"]
+                guarded_A, guarded_B = (f"[{g[domain]:.3f}]" for domain in "AB")
+                lines.append(
+                    f"{method:34s}{row['A_before']:9.3f}{a['A']:9.3f}{guarded_A:>9s}{a['B']:9.3f}"
+                    f"{guarded_B:>9s}{a['gain']:8.2f}{a['forgetting']:9.3f}"
+                    f"{row['trained'] / 1e6:9.2f}M{row['changed'] / 1e6:9.2f}M"
+                )
+            lines.append("")
+    order = " -> ".join(values["streams"]["order"])
+    lines.append(f"stream {order}, no labels, one pass")
+    lines.append(f"{'':34s}{'rate':>8s}{'BWT':>9s}{'FWT':>9s}{'worst':>9s}{'final':>9s}   nats per byte")
+    for method, part in values["streams"]["methods"].items():
+        mean = {key: float(np.mean([seed[key] for seed in part["seeds"]]))
+                for key in ("BWT", "FWT", "worst_forgetting", "final")}  # fmt: skip
+        lines.append(f"{method:34s}{part['rate']:8g}" + "".join(f"{value:9.4f}" for value in mean.values()))
+    return "\n".join(lines)

@@ -42,8 +42,9 @@ class Online:
         self.adapter, self.plan, self.rate = adapter, plan, rate
 
     def learn(self, tokens: np.ndarray) -> Pass:
-        losses = []
-        for inputs, targets, _ in windows(tokens, self.adapter.model.config.context, self.plan.batch_size):
+        context, losses = self.adapter.model.config.context, []
+        whole = tokens[: (len(tokens) - 1) // context * context + 1]  # a memory has sequences of one length
+        for inputs, targets, _ in windows(whole, context, self.plan.batch_size):
             losses.append((self.adapter.step(inputs, targets, self.rate), targets.numel()))
         return Pass(sum(loss * n for loss, n in losses) / sum(n for _, n in losses), {})
 
