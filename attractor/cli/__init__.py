@@ -11,7 +11,16 @@ from attractor.cli.bench import BenchDecode, BenchLayer, BenchTrain
 from attractor.cli.common import INTERRUPTED
 from attractor.cli.continual import Adapt, Monitor, Overlays
 from attractor.cli.data import DataList, DataPrepare
-from attractor.cli.experiments import Demo, ExperimentList, Forgetting, Shifts, Table1, Table2
+from attractor.cli.experiments import (
+    Demo,
+    ExperimentList,
+    Forgetting,
+    Match,
+    Sensitivity,
+    Shifts,
+    Table1,
+    Table2,
+)
 from attractor.cli.models import Info, Sample, Train
 from attractor.continual.update import NotFiniteUpdate
 from attractor.corpora import CorpusUnavailable
@@ -44,7 +53,9 @@ def _commands() -> Any:
             | Annotated[Table1, verb("table1")]
             | Annotated[Table2, verb("table2")]
             | Annotated[Forgetting, verb("forgetting")]
-            | Annotated[Shifts, verb("shifts")],
+            | Annotated[Shifts, verb("shifts")]
+            | Annotated[Sensitivity, verb("sensitivity")]
+            | Annotated[Match, verb("match")],
             verb("experiment", description="Reproduce a table or a figure."),
         ]
         | Annotated[

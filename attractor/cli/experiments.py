@@ -7,7 +7,7 @@ from typing import Any, Literal
 from attractor import distributed, presets
 from attractor.cli.common import dataset_of, progress_bar
 from attractor.config import check_size
-from attractor.experiments import demo, forgetting, shifts, table1, table2
+from attractor.experiments import demo, forgetting, match, sensitivity, shifts, table1, table2
 from attractor.experiments.benchmark import Benchmark
 from attractor.experiments.methods import METHODS
 from attractor.experiments.plan import MIXTURE, Size
@@ -44,6 +44,8 @@ class ExperimentList:
         print(f"table2       {Table2.__doc__}")
         print(f"forgetting   {Forgetting.__doc__}")
         print(f"shifts       {Shifts.__doc__}")
+        print(f"sensitivity  {Sensitivity.__doc__}")
+        print(f"match        {Match.__doc__}")
 
 
 @dataclass(kw_only=True)
@@ -183,4 +185,31 @@ class Shifts(Grid):
             methods = tuple(dict.fromkeys((shifts.BEST_FULL, *self.methods)))
             values = shifts.run(bench, result, methods=methods)
         print(shifts.table(values))
+        print(f"written to {result}")
+
+
+@dataclass(kw_only=True)
+class Sensitivity(Grid):
+    """What each knob of an APN does to perplexity, routing and forgetting, one at a time."""
+
+    def run(self) -> None:
+        bench, result, bar = self.benchmark("sensitivity")
+        with bar.bar:
+            values = sensitivity.run(bench, result)
+        print(sensitivity.table(values))
+        print(f"written to {result}")
+
+
+@dataclass(kw_only=True)
+class Match(Grid):
+    """APN against dense, MoE and Switch at equal parameters and at equal multiply-adds per token."""
+
+    mixture: tuple[str, ...] = MIXTURE
+    """The domains of the mixture."""
+
+    def run(self) -> None:
+        bench, result, bar = self.benchmark("match", self.mixture)
+        with bar.bar:
+            values = match.run(bench, result)
+        print(match.table(values))
         print(f"written to {result}")

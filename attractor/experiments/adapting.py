@@ -3,7 +3,7 @@
 import itertools
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from attractor import monitor
+from attractor import tokenizer as tokenizers
 from attractor.config import RunConfig
 from attractor.continual.guard import Guard
 from attractor.continual.overlay import fingerprint
@@ -29,16 +30,24 @@ BLOCK = 1024
 
 
 def pretrain(settings: Settings, folder: Path) -> Values:
+    """Train a model to its best validation loss; the values are those of `train_and_measure`."""
     plan = plan_of(settings["size"])
     texts = [domain(plan, folder, name) for name in settings["members"]]
-    train, val = (np.concatenate([text[part] for text in texts]) for part in (0, 1))
-    dataset = Dataset(folder, {"unknown_characters": {}}, ByteTokenizer(), train, val)
+    dataset = tokens_of(plan, settings["tokenizer"], texts, folder)
     config = RunConfig.from_dict(settings["config"])
     place = folder / "pretrained" / settings["base"]
-    values = train_and_measure(config, dataset, place, device=settings["device"], report=lambda record: None)
-    model = load_base(folder, settings["base"], device_of(settings))
-    tests = dict(zip(settings["members"], texts, strict=True))
-    return values | {"test_loss": {name: evaluate(model, text.test) for name, text in tests.items()}}
+    return train_and_measure(config, dataset, place, device=settings["device"], report=lambda record: None)
+
+
+def tokens_of(plan: Plan, kind: str, texts: Sequence[Text], folder: Path) -> Dataset:
+    """The training and validation parts of all texts, one after the other, in tokens of this kind."""
+    train, val = (np.concatenate([text[part] for text in texts]) for part in (0, 1))
+    if kind == "byte":
+        return Dataset(folder, {"unknown_characters": {}}, ByteTokenizer(), train, val)
+    words = [part.astype(np.uint8).tobytes().decode(errors="replace") for part in (train, val)]
+    known = "".join(words) if kind == "char" else words[0]
+    tokenizer = tokenizers.train(kind, known, plan.bpe_vocabulary if kind == "bpe" else None)
+    return Dataset(folder, {"unknown_characters": {}}, tokenizer, *(tokenizer.encode(text) for text in words))
 
 
 class Meter:
@@ -127,12 +136,11 @@ def sizes(adapter: Adapter, base: GPT) -> dict[str, int]:
     if adapter.branch is not None:
         overlay = adapter.branch.overlay()
         return {"changed": overlay.nbytes // 4, "bytes": overlay.nbytes}
-    old = base.state_dict()
-    new = {name: value for name, value in adapter.model.state_dict().items() if name in old}
-    extra = sum(
-        v.numel() for name, v in adapter.model.state_dict().items() if name.endswith((".down", ".up"))
-    )
-    changed = extra + sum(int((value != old[name]).sum()) for name, value in new.items())
+    old, new = base.state_dict(), adapter.model.state_dict()
+    # LoRA puts a module in the place of each map: the map is then its "linear", and two factors are new
+    factors = [v for name, v in new.items() if name not in old and not name.endswith(".linear.weight")]
+    changed = sum(int((value != old[name]).sum()) for name, value in new.items() if name in old)
+    changed += sum(factor.numel() for factor in factors)
     return {"changed": changed, "bytes": 4 * changed}
 
 

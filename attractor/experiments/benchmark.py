@@ -1,5 +1,6 @@
 """The grid behind `experiment shifts` and `experiment forgetting`: what a cell is, and running many."""
 
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,6 +9,7 @@ from typing import Any
 
 import torch
 
+from attractor.config import RunConfig
 from attractor.distributed import parse_device
 from attractor.experiments import adapting, harm, streams
 from attractor.experiments.grid import Report, Settings, Values, run_cells
@@ -21,6 +23,23 @@ WORK: dict[str, Callable[[Settings, Path], Values]] = {
     "harm": harm.harm,
     "speed": harm.speed,
 }
+
+Cells = dict[str, Settings]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An APN that differs from the plan's in something."""
+
+    name: str
+    apn: dict[str, Any] = field(default_factory=dict)
+    train: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+
+    def of(self, config: RunConfig) -> RunConfig:
+        apn = dataclasses.replace(config.model.apn, **self.apn)
+        model = dataclasses.replace(config.model, apn=apn, **self.model)
+        return dataclasses.replace(config, model=model, train=dataclasses.replace(config.train, **self.train))
 
 
 def work(settings: Settings, folder: Path) -> Values:
@@ -71,30 +90,43 @@ class Benchmark:
         hashes = {name: self.hashes[name] for name in dict.fromkeys(texts)}
         return {"kind": kind, "size": self.size, "device": self.device, "texts": hashes, **settings}
 
-    def pretrain(self, model: str, source: str, seed: int) -> dict[str, Settings]:
-        name, members = f"{model}-{source}-{seed}", self.members(source)
-        config = self.plan.config(model, seed).to_dict()
-        return {
-            f"pretrain-{name}": self._cell("pretrain", members, base=name, members=members, config=config)
-        }
+    def pretrain(self, model: str, source: str, seed: int, variant: Variant | None = None) -> Cells:
+        name, members = self.base(model, source, seed, variant), self.members(source)
+        config = self.plan.config(model, seed)
+        if variant is not None:
+            config = variant.of(config)
+        settings = {"members": members, "tokenizer": "byte", "config": config.to_dict()}
+        return {f"pretrain-{name}": self._cell("pretrain", members, base=name, **settings)}
 
-    def adapt(self, method: str, source: str, shift: str, seed: int, rate: float) -> dict[str, Settings]:
-        base, members = f"{METHODS[method].model}-{source}-{seed}", self.members(source)
+    def base(self, model: str, source: str, seed: int, variant: Variant | None = None) -> str:
+        return f"{model}{'' if variant is None else '@' + variant.name}-{source}-{seed}"
+
+    def adapt(
+        self, method: str, source: str, shift: str, seed: int, rate: float, variant: Variant | None = None
+    ) -> Cells:
+        base, members = self.base(METHODS[method].model, source, seed, variant), self.members(source)
         settings = {"shift": shift, "method": method, "rate": rate, "seed": seed}
         cell = self._cell("adapt", [*members, shift], base=base, members=members, **settings)
-        return {f"adapt-{source}-{shift}-{slug(method)}-{rate:g}-{seed}": cell}
+        return {f"adapt-{base}-{shift}-{slug(method)}-{rate:g}": cell}
 
-    def stream(self, method: str, order: Sequence[str], seed: int, rate: float) -> dict[str, Settings]:
+    def train(self, name: str, config: RunConfig, members: Sequence[str], tokenizer: str, seed: int) -> Cells:
+        """A model to be compared by how well it predicts, and not to be adapted."""
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=seed))
+        base = f"{name}-{tokenizer}-{'-'.join(members)}-{seed}"
+        settings = {"members": list(members), "tokenizer": tokenizer, "config": config.to_dict()}
+        return {f"train-{base}": self._cell("pretrain", members, base=base, **settings)}
+
+    def stream(self, method: str, order: Sequence[str], seed: int, rate: float) -> Cells:
         base = f"{streams.LEARNERS[method]}-{order[0]}-{seed}"
         settings = {"order": list(order), "method": method, "rate": rate, "seed": seed}
         cell = self._cell("stream", order, base=base, **settings)
         return {f"stream-{'-'.join(order)}-{slug(method)}-{rate:g}-{seed}": cell}
 
-    def harm(self, seed: int) -> dict[str, Settings]:
+    def harm(self, seed: int) -> Cells:
         cell = self._cell("harm", [HOME], base=f"apn-{HOME}-{seed}", members=[HOME], seed=seed)
         return {f"harm-{seed}": cell}
 
-    def speed(self, method: str, shift: str, seed: int, rate: float) -> dict[str, Settings]:
+    def speed(self, method: str, shift: str, seed: int, rate: float) -> Cells:
         settings = {"shift": shift, "method": method, "rate": rate, "seed": seed, "pause": 0.01}
         base = f"apn-{HOME}-{seed}"
         cell = self._cell("speed", [HOME, shift], base=base, members=[HOME], **settings)

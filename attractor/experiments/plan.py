@@ -46,10 +46,13 @@ class Plan:
     stream_tokens: int
     seeds: int = 1
     mixture_seeds: int = 1
+    mixture_steps: int = 3500
+    """Of a model that is trained to be compared and not to be adapted."""
     evaluations: int = 6
     """Of a run of adaptation, evenly spaced; the best of them by B's validation text is what counts."""
     warmup: float = 0.08
     """Share of the steps."""
+    bpe_vocabulary: int = 4096
     memory: int = 1024
     """Sequences of the old text that methods with a memory may keep."""
 
@@ -81,7 +84,8 @@ def plan_of(size: Size) -> Plan:
             train=TrainConfig(max_steps=60, batch_size=16, warmup_steps=10, eval_interval=30,
                               checkpoint_interval=60),
             steps=6, batch_size=4, rates=(1e-3, 1e-2), test_bytes=4096, val_bytes=2048, train_bytes=65_536,
-            stream_tokens=2048, evaluations=2, memory=128,
+            stream_tokens=2048, evaluations=2, memory=128, bpe_vocabulary=300,
+            mixture_steps=60,
         )  # fmt: skip
     if size == "small":
         return Plan(

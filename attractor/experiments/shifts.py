@@ -36,21 +36,25 @@ def run(bench: Benchmark, result: Path, *, methods: Sequence[str] = tuple(METHOD
         raise ValueError(f"unknown methods {sorted(unknown)}; there are: {'; '.join(METHODS)}")
     plan = bench.plan
     grid = {HOME: range(plan.seeds), "mixture": range(plan.mixture_seeds)}
-    pretrained = bench.run(
-        {
-            name: cell
-            for source, seeds in grid.items() for seed in seeds for kind in KINDS
-            for name, cell in bench.pretrain(kind, source, seed).items()
-        }
-    )  # fmt: skip
-    rates = tune(bench, methods)
-    cells = {
-        (source, shift, method, seed): bench.adapt(method, source, shift, seed, rates[method]["rate"])
-        for seed in range(plan.seeds) for source in grid if seed in grid[source]
-        for shift in bench.shifts(source) for method in methods
-    }  # fmt: skip
-    done = bench.run({name: cell for part in cells.values() for name, cell in part.items()})
-    found = {key: done[next(iter(part))] for key, part in cells.items()}
+    pretrained: dict[str, Values] = {}
+    rates: dict[str, Any] = {}
+    found: dict[tuple[str, str, str, int], Values] = {}
+    for seed in range(plan.seeds):  # one after the other: whoever stops in between has whole ones
+        sources = [source for source in grid if seed in grid[source]]
+        pretrained |= bench.run(
+            {
+                name: cell
+                for source in sources for kind in KINDS
+                for name, cell in bench.pretrain(kind, source, seed).items()
+            }
+        )  # fmt: skip
+        rates = rates or tune(bench, methods)
+        cells = {
+            (source, shift, method, seed): bench.adapt(method, source, shift, seed, rates[method]["rate"])
+            for source in sources for shift in bench.shifts(source) for method in methods
+        }  # fmt: skip
+        done = bench.run({name: cell for part in cells.values() for name, cell in part.items()})
+        found |= {key: done[next(iter(part))] for key, part in cells.items()}
     shifts = {
         source: {
             shift: {

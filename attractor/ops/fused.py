@@ -306,6 +306,13 @@ def decode(code_nkq: Tensor, U_Kqd: Tensor, idx_nk: Tensor) -> Tensor:
     )  # fmt: skip
 
 
+def decode_in_parts(code_nkq: Tensor, U_Kqd: Tensor, idx_nk: Tensor) -> Tensor:
+    """A code wider than the kernels take is decoded piece by piece: the sum is the same."""
+    pieces = zip(code_nkq.split(MOST_RANK, -1), U_Kqd.split(MOST_RANK, 1), strict=True)
+    first, *others = [decode(code, U, idx_nk) for code, U in pieces]
+    return sum(others, first)
+
+
 def _needs_backward(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
@@ -325,7 +332,7 @@ def apn(
         return reference.apn(
             z_nd, P_Km, V_dr, a_Kr, b_Kr, U_Kqd, top_k=top_k, temperature=temperature, scale=scale,
             routing=routing, U0_rd=U0_rd, A_Krq=A_Krq, projection_gdm=projection_gdm, keep_nk=keep_nk,
-            decode=decode if U_Kqd.shape[1] <= MOST_RANK else reference.gathered_decode,
+            decode=decode_in_parts,
         )  # fmt: skip
     dtype = _product_dtype(z_nd)
     update, idx, w, confidence = _Fused.apply(

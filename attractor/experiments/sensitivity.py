@@ -1,0 +1,101 @@
+"""What each knob of an APN does: one is changed at a time, everything else stays.
+
+    attractor experiment sensitivity --size smoke
+
+Every variant is pretrained on one domain, and then adapted to another by the paper's rule at one rate:
+validation perplexity, how evenly patches are used, how much the two domains share them, what is forgotten.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from attractor.experiments.benchmark import Benchmark, Variant
+from attractor.experiments.plan import HOME, TUNED_ON
+from attractor.experiments.result import write_result
+
+METHOD = "APN, paper rule"
+
+
+def variants(bench: Benchmark) -> list[Variant]:
+    apn = bench.plan.apn
+    patches, top_k, rank = apn.num_patches, apn.top_k, apn.rank
+    changed: list[dict[str, Any]] = [
+        {},
+        *({"num_patches": number} for number in (patches // 4, patches // 2, 2 * patches, 4 * patches)),
+        *({"top_k": number} for number in (1, 2, 2 * top_k, 4 * top_k) if number != top_k),
+        *({"rank": number} for number in (rank // 4, rank // 2, 2 * rank)),
+        *({"temperature": tau} for tau in (0.02, 0.2, 0.7)),
+        *({"scale": gamma} for gamma in (0.3, 3.0)),
+        {"init": "paper"},
+        {"gate": "scalar"},
+        {"decoder": "shared"},
+        {"prototypes": "contextual"},
+        *({"patch_dropout": share} for share in (0.0, 0.3)),
+    ]
+    found = [Variant(_name(apn) or "as planned", apn=apn) for apn in changed]
+    trained: list[dict[str, Any]] = [
+        {"balance_weight": 0.01}, {"entropy_weight": 0.01}, {"weight_decay": 1.0}, {"scale_warmup_steps": 200}
+    ]  # fmt: skip
+    return found + [Variant(_name(train), train=train) for train in trained]
+
+
+def _name(changes: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in changes.items())
+
+
+def run(bench: Benchmark, result: Path) -> dict[str, Any]:
+    seeds, rate = range(bench.plan.seeds), bench.plan.rates[len(bench.plan.rates) // 2]
+    chosen = variants(bench)
+    pretrained = bench.run(
+        {
+            name: cell
+            for variant in chosen for seed in seeds
+            for name, cell in bench.pretrain("apn", HOME, seed, variant).items()
+        }
+    )  # fmt: skip
+    adapted = bench.run(
+        {
+            name: cell
+            for variant in chosen for seed in seeds
+            for name, cell in bench.adapt(METHOD, HOME, TUNED_ON, seed, rate, variant).items()
+        }
+    )  # fmt: skip
+    rows = {}
+    for variant in chosen:
+        trained = [pretrained[next(iter(bench.pretrain("apn", HOME, seed, variant)))] for seed in seeds]
+        learned = [
+            adapted[next(iter(bench.adapt(METHOD, HOME, TUNED_ON, seed, rate, variant)))] for seed in seeds
+        ]
+        layers = [layer for cell in learned for layer in cell["routing"]["before"].values()]
+        lost = [c["best"]["alone"][HOME]["loss"] - c["before"][HOME]["loss"] for c in learned]
+        rows[variant.name] = {
+            "changed": variant.name, "val_ppl": _mean([part["val_ppl"] for part in trained]),
+            "val_ppl_seeds": [part["val_ppl"] for part in trained],
+            "parameters": trained[0]["parameters"],
+            "multiply_adds_per_token": trained[0]["multiply_adds_per_token"],
+            "usage_entropy": _mean([layer["entropy"][0] for layer in layers]),
+            "overlap": _mean([layer["overlap"] for layer in layers]), "forgetting": _mean(lost),
+            "B": _mean([cell["best"]["alone"]["B"]["loss"] for cell in learned]),
+        }  # fmt: skip
+    values = {
+        "experiment": "sensitivity", "size": bench.size, "seeds": len(seeds), "rate": rate,
+        "method": METHOD, "shift": [HOME, TUNED_ON], "texts": bench.hashes, "rows": rows,
+        "config": bench.plan.config("apn", 0).to_dict(),
+    }  # fmt: skip
+    write_result(result, values)
+    return values
+
+
+def _mean(numbers: list[float]) -> float:
+    return float(np.mean(numbers))
+
+
+def table(values: dict[str, Any]) -> str:
+    lines = [f"{'':26s}{'val PPL':>9s}{'entropy':>9s}{'overlap':>9s}{'lost':>9s}{'B nats':>9s}{'params':>9s}"]
+    for name, row in values["rows"].items():
+        figures = [row[key] for key in ("val_ppl", "usage_entropy", "overlap", "forgetting", "B")]
+        line = f"{name:26s}" + "".join(f"{figure:9.3f}" for figure in figures)
+        lines.append(line + f"{row['parameters'] / 1e6:8.2f}M")
+    return "\n".join(lines)
