@@ -135,7 +135,8 @@ def sizes(adapter: Adapter, base: GPT) -> dict[str, int]:
     """Numbers that differ from the base, and the bytes it takes to keep them."""
     if adapter.branch is not None:
         overlay = adapter.branch.overlay()
-        return {"changed": overlay.nbytes // 4, "bytes": overlay.nbytes}
+        values = [*overlay.whole.values(), *overlay.factors.values(), *(v for _, v in overlay.rows.values())]
+        return {"changed": sum(value.numel() for value in values), "bytes": overlay.nbytes}
     old, new = base.state_dict(), adapter.model.state_dict()
     # LoRA puts a module in the place of each map: the map is then its "linear", and two factors are new
     factors = [v for name, v in new.items() if name not in old and not name.endswith(".linear.weight")]

@@ -139,7 +139,7 @@ def summary(cells: Sequence[Values], full: Sequence[Values], old: Sequence[str])
         told[way] = {
             "A": _ppl(_mean_loss(now, old) for now in after), "B": _ppl(now["B"]["loss"] for now in after),
             "B_seeds": [math.exp(now["B"]["loss"]) for now in after],
-            "forgetting": float(np.mean(lost)), "forgetting_interval": interval(forgetting),
+            "forgetting": float(np.mean(lost)), "forgetting_interval": list(interval(forgetting)),
             "B_over_full": math.exp(float(np.mean([np.mean(part) for part in against]))),
             "B_over_full_interval": [math.exp(bound) for bound in interval(against)],
             "gain": float(np.mean(gains)), "hypervolume": float(np.mean([hypervolume([p]) for p in points])),

@@ -1,0 +1,263 @@
+"""The benchmark's pieces on models that fit a test: every method, every cell, every figure."""
+
+import dataclasses
+import itertools
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from attractor.config import APNConfig, GPTConfig, RunConfig
+from attractor.continual.overlay import fingerprint
+from attractor.experiments import adapting, forgetting, match, sensitivity, shifts, streams
+from attractor.experiments.benchmark import Benchmark, slug
+from attractor.experiments.methods import METHODS, Situation
+from attractor.experiments.plan import HOME, KINDS, domain, plan_of, read_domains
+from attractor.experiments.statistics import gain_fraction, hypervolume, interval, transfer
+from attractor.model import GPT
+
+WORDS = {
+    HOME: "to be or not to be that is the question whether tis nobler in the mind to suffer",
+    "kjv": "and it came to pass in those days that there went out a decree from Caesar Augustus",
+    "first-folio": "Enter Barnardo and Francisco two Centinels who's there nay answer me stand & vnfold",
+    "python": "def of(self, config: int) -> None:\n    return [x for x in range(config)]  # 0123456789",
+}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    """Files of random words, long enough for the smallest size."""
+    folder, chance = tmp_path_factory.mktemp("texts"), np.random.default_rng(0)
+    found = {}
+    for name, words in WORDS.items():
+        chosen = chance.choice(words.split(" "), 20_000)
+        (folder / f"{name}.txt").write_text(" ".join(chosen))
+        found[name] = str(folder / f"{name}.txt")
+    return found
+
+
+def situation(kind, **changes):
+    torch.manual_seed(0)
+    plan = plan_of("smoke")
+    base = GPT(plan.config(kind, 0).model).eval()
+    rows = torch.randint(0, 256, (64, base.config.context + 1))
+    background = rows.flatten()[:500].numpy()
+    return Situation(base, (rows[:, :-1], rows[:, 1:]), background, 1e-2, 4, **changes)
+
+
+@torch.no_grad()
+def loss_of(model, batch):
+    return float(F.cross_entropy(model.eval()(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_learns_and_leaves_the_base_alone(name):
+    method = METHODS[name]
+    given_ = situation(method.model)
+    before = fingerprint(given_.base)
+    adapter = method.make(given_)
+    batch = torch.randint(0, 32, (4, given_.base.config.context + 1))
+    first = loss_of(adapter.model, batch)
+    for _ in range(6):
+        adapter.step(batch[:, :-1], batch[:, 1:], 1e-2)
+    assert loss_of(adapter.model, batch) < first
+    assert fingerprint(given_.base) == before
+    told = adapting.sizes(adapter, given_.base)
+    assert 0 < told["changed"] <= adapter.trained
+    assert told["bytes"] >= 4 * told["changed"]  # an overlay also keeps the numbers of its patches
+    assert (adapter.extra_bytes > 0) == any(word in name for word in ("EWC", "GEM", "replay"))
+    rate = adapter.method.learning_rate
+    assert rate == 1e-2
+
+
+def test_a_rate_of_zero_changes_nothing():
+    for name in ("dense, full", "APN, overlay + all", "APN, strictly local"):
+        adapter = METHODS[name].make(situation(METHODS[name].model))
+        before = fingerprint(adapter.model)
+        batch = torch.randint(0, 32, (4, 33))
+        adapter.step(batch[:, :-1], batch[:, 1:], 0.0)
+        assert fingerprint(adapter.model) == before, name
+
+
+def test_the_schedule_rises_and_falls():
+    plan = dataclasses.replace(plan_of("full"), steps=100)
+    rates = [plan.rate_at(step, 2.0) for step in range(101)]
+    assert rates[0] == pytest.approx(2.0 / 8, rel=1e-3)
+    assert max(rates) == pytest.approx(2.0, rel=0.02)
+    assert rates[-1] == pytest.approx(0.0, abs=1e-12)
+    assert all(a >= b for a, b in itertools.pairwise(rates[8:]))
+    assert plan.evaluated() == [0, 17, 33, 50, 67, 83, 100]
+
+
+def test_domains_are_cut_apart(texts, tmp_path):
+    plan = plan_of("smoke")
+    hashes = read_domains(plan, texts, tmp_path)
+    assert hashes == read_domains(plan, texts, tmp_path)
+    text = domain(plan, tmp_path, "kjv")
+    assert [len(part) for part in text] == [plan.train_bytes, plan.val_bytes, plan.test_bytes]
+    whole = Path(texts["kjv"]).read_bytes()
+    assert text.test.astype(np.uint8).tobytes() == whole[-plan.test_bytes :]
+    assert whole.startswith(text.train.astype(np.uint8).tobytes())
+    short = tmp_path / "short.txt"
+    short.write_text("too short")
+    with pytest.raises(ValueError, match="has 9 bytes; a domain needs 12,288"):
+        read_domains(plan, {"short": str(short)}, tmp_path)
+
+
+def test_blocks_are_means():
+    losses = np.arange(2049, dtype=np.float64)
+    told = adapting.blocks(losses)
+    assert told["loss"] == 1024.0
+    assert told["blocks"] == [255.5, 767.5, 1279.5, 1791.5]  # four at least, the rest left out
+
+
+def test_names_of_cells_are_file_names():
+    names = {slug(method) for method in METHODS}
+    assert len(names) == len(METHODS)
+    assert all(name.replace("_", "").isalnum() for name in names)
+
+
+@pytest.fixture(scope="module")
+def bench(texts, tmp_path_factory):
+    return Benchmark("smoke", tmp_path_factory.mktemp("bench"), domains=texts, device="cpu")
+
+
+CHOSEN = ("dense, full", "APN, overlay + all", "MoE, FFN only")
+
+
+@pytest.mark.slow
+def test_shifts(bench, tmp_path, monkeypatch):
+    few = ("dense, replay 5 %", streams.GUARDED)
+    monkeypatch.setattr(shifts, "LEARNERS", {name: streams.LEARNERS[name] for name in few})
+    values = shifts.run(bench, tmp_path / "shifts.json", methods=CHOSEN)
+    assert json.loads((tmp_path / "shifts.json").read_text())["shifts"] == values["shifts"]
+    assert values["shifts"].keys() == {HOME, "mixture"}
+    assert values["shifts"]["mixture"].keys() == {"first-folio", "paper-shift", "python"}
+    for part in values["shifts"].values():
+        for rows in part.values():
+            assert rows.keys() == set(CHOSEN)
+            for method, row in rows.items():
+                assert row["base_unchanged"]
+                assert row["guarded"]["forgetting"] <= row["bound"] + 1e-6, method
+                low, high = row["guarded"]["forgetting_interval"]
+                assert low <= high
+                assert row["trajectory"][0]["B"] == pytest.approx(math.log(row["B_before"]))
+            full = rows["dense, full"]["alone"]
+            assert full["gain"] == pytest.approx(1.0)
+            assert full["B_over_full"] == pytest.approx(1.0)
+    for method, chosen in values["rates"].items():
+        best = min(chosen["validation"], key=lambda rate: chosen["validation"][rate])
+        assert float(best) == chosen["rate"], method
+    guarded = values["streams"]["methods"]["APN, guarded, no labels"]["seeds"][0]
+    assert len(guarded["matrix"]) == 1 + len(values["streams"]["order"])
+    assert guarded["base_unchanged"]
+    shown = shifts.table(values)
+    assert all(method in shown for method in CHOSEN)
+    files = {path: path.stat().st_mtime_ns for path in (bench.folder / "cells").iterdir()}
+    assert shifts.run(bench, tmp_path / "again.json", methods=CHOSEN)["shifts"] == values["shifts"]
+    assert files == {path: path.stat().st_mtime_ns for path in (bench.folder / "cells").iterdir()}
+
+
+@pytest.mark.slow
+def test_forgetting(bench, tmp_path):
+    values = forgetting.run(bench, tmp_path / "forgetting.json")
+    rows = {row["what"]: row for row in values["shows"]}
+    assert rows["the same over the computed bound"]["worst"] <= 1 + 1e-6
+    assert set(values["harm"]["overlays"]) <= set(rows[next(iter(rows))]["figures"])
+    for harmful in values["harm"]["overlays"].values():
+        assert harmful["alone"] > values["harm"]["before"]  # they are harmful
+    assert rows["base bit for bit as it was"]["holds"]
+    assert "patches only" in forgetting.table(values)
+
+
+def test_equal_parameters_and_equal_work():
+    model = GPTConfig(dim=384)
+    apn = APNConfig(num_patches=64, top_k=4, rank=128)
+    d = model.dim
+
+    def cost(a):
+        return d * a.num_patches + d * a.rank + a.top_k * d * a.rank
+
+    def size(a):
+        return a.num_patches * (d + 2 * a.rank + a.rank * d) + d * a.rank
+
+    equal = match.apn_of_parameters(model, apn)
+    assert size(equal) == pytest.approx(8 * d * d, rel=0.03)
+    working = match.apn_of_multiply_adds(model, apn)
+    assert cost(working) <= 8 * d * d < cost(dataclasses.replace(working, top_k=working.top_k + 1))
+
+
+def test_variants_change_one_thing(bench):
+    found = sensitivity.variants(bench)
+    assert len({variant.name for variant in found}) == len(found)
+    plain = bench.plan.config("apn", 0)
+    assert found[0].of(plain) == plain
+    for variant in found[1:]:
+        changed = variant.of(plain)
+        assert isinstance(changed, RunConfig)
+        if variant.name != "patch_dropout=0.0":  # which is what the smallest plan has
+            assert changed != plain, variant.name
+
+
+def test_mistakes(texts, tmp_path):
+    with pytest.raises(ValueError, match=r"the mixture names \['greek'\]; domains: shakespeare, kjv"):
+        Benchmark("smoke", tmp_path, domains=texts, mixture=("greek",), device="cpu")
+    bench = Benchmark("smoke", tmp_path, domains=texts, device="cpu")
+    with pytest.raises(ValueError, match=r"unknown methods \['dense'\]; there are: dense, full"):
+        shifts.run(bench, tmp_path / "result.json", methods=("dense",))
+    assert {METHODS[name].model for name in METHODS} == set(KINDS)
+
+
+def test_intervals():
+    assert interval([[0.5] * 30]) == (0.5, 0.5)
+    chance = np.random.default_rng(0)
+    covered = sum(
+        low <= 1.0 <= high
+        for low, high in (
+            interval([chance.normal(1.0, 2.0, 60)], samples=300, seed=seed) for seed in range(100)
+        )
+    )
+    assert 86 <= covered <= 100
+    narrow, wide = (
+        interval([chance.normal(0.0, size, 80) for _ in range(3)], samples=300) for size in (0.1, 10.0)
+    )
+    assert narrow[1] - narrow[0] < wide[1] - wide[0]
+
+
+def test_gains_and_areas():
+    assert gain_fraction(3.0, 2.0, 2.0) == 1.0
+    assert gain_fraction(3.0, 3.0, 2.0) == 0.0
+    assert hypervolume([(1.0, 0.0)]) == 1.0
+    assert hypervolume([(1.0, 0.5), (0.5, 0.25), (0.25, 0.3)]) == pytest.approx(0.5 + 0.5 * 0.25)
+    assert hypervolume([(1.0, 2.0), (-1.0, 0.0)]) == 0.0
+    assert hypervolume([(1.0, -0.5)]) == 1.0  # getting better at A is no more than not forgetting it
+
+
+@given(st.lists(st.tuples(st.floats(-1, 2), st.floats(-1, 2)), max_size=6))
+def test_the_area_is_what_points_dominate(points):
+    """By counting cells of a fine grid."""
+    gains, lost = (np.linspace(0, top, 201)[:-1] + top / 400 for top in (2, 1))
+    dominated = np.zeros((len(gains), len(lost)), dtype=bool)
+    for gain, loss in points:
+        dominated |= (gains[:, None] <= gain) & (lost[None, :] >= loss)
+    assert hypervolume(points) == pytest.approx(dominated.mean() * 2, abs=0.05)
+
+
+def test_transfer_of_a_stream():
+    matrix = [
+        {"A": 1.0, "B": 3.0, "C": 3.0},
+        {"A": 1.0, "B": 3.0, "C": 3.0},  # after A
+        {"A": 1.5, "B": 2.0, "C": 2.5},  # after B, which also helped C
+        {"A": 1.4, "B": 2.2, "C": 1.0},  # after C
+    ]
+    told = transfer(matrix, ["A", "B", "C"])
+    assert told["BWT"] == pytest.approx((1.0 - 1.4 + 2.0 - 2.2) / 2)
+    assert told["FWT"] == pytest.approx((0.0 + 0.5) / 2)
+    assert told["worst_forgetting"] == pytest.approx(0.4)
+    assert told["final"] == pytest.approx((1.4 + 2.2 + 1.0) / 3)

@@ -1,0 +1,84 @@
+"""Cells: done once, lost one at a time, side by side or in turn."""
+
+import json
+import os
+
+import pytest
+
+from attractor.experiments.grid import CellsFailed, GridStopped, cell_file, run_cells
+
+both_ways = pytest.mark.parametrize("jobs", [1, 2])
+
+
+def work(settings, folder):
+    """Square a number; leave a mark, so that a test can count. Or fail, in one way or another."""
+    with (folder / "marks").open("a") as marks:
+        marks.write(f"{settings['number']}\n")
+    if settings.get("mistake") == "raise":
+        raise ValueError("no square today")
+    if settings.get("mistake") == "die":
+        os._exit(7)
+    return {"square": settings["number"] ** 2}
+
+
+def marks(folder):
+    return sorted(int(line) for line in (folder / "marks").read_text().split())
+
+
+def cells_of(*numbers, **changes):
+    return {f"cell-{number}": {"number": number, **changes} for number in numbers}
+
+
+@both_ways
+def test_what_is_done_is_not_done_again(tmp_path, jobs):
+    values = run_cells(cells_of(1, 2, 3), work, tmp_path, jobs=jobs)
+    assert values == {"cell-1": {"square": 1}, "cell-2": {"square": 4}, "cell-3": {"square": 9}}
+    seen = []
+    again = run_cells(cells_of(1, 2, 3, 4), work, tmp_path, jobs=jobs, report=seen.append)
+    assert again == values | {"cell-4": {"square": 16}}
+    assert marks(tmp_path) == [1, 2, 3, 4]
+    assert {record["cell"]: record["found"] for record in seen} == {
+        "cell-1": True, "cell-2": True, "cell-3": True, "cell-4": False
+    }  # fmt: skip
+    saved = json.loads(cell_file(tmp_path, "cell-4").read_text())
+    assert saved["settings"] == {"number": 4}
+    assert saved["provenance"]["versions"]
+
+
+def test_other_settings_are_another_cell(tmp_path):
+    run_cells(cells_of(5), work, tmp_path)
+    run_cells({"cell-5": {"number": 6}}, work, tmp_path)
+    assert marks(tmp_path) == [5, 6]
+    cell_file(tmp_path, "cell-5").write_text("{ not JSON")
+    assert run_cells({"cell-5": {"number": 6}}, work, tmp_path) == {"cell-5": {"square": 36}}
+
+
+@both_ways
+def test_a_mistake_loses_one_cell(tmp_path, jobs):
+    cells = cells_of(1, 2, 3) | cells_of(4, mistake="raise")
+    with pytest.raises(CellsFailed, match=r"1 of 4 cells failed.*cell-4: ValueError: no square today"):
+        run_cells(cells, work, tmp_path, jobs=jobs)
+    assert run_cells(cells_of(1, 2, 3), work, tmp_path) == run_cells(cells_of(1, 2, 3), work, tmp_path)
+    assert marks(tmp_path) == [1, 2, 3, 4]
+
+
+def test_a_process_that_dies_loses_one_cell(tmp_path):
+    cells = cells_of(0, mistake="die") | cells_of(1, 2, 3)
+    with pytest.raises(CellsFailed, match="its process died with exit code 7"):
+        run_cells(cells, work, tmp_path, jobs=2)
+    assert marks(tmp_path) == [0, 1, 2, 3]
+
+
+@both_ways
+def test_out_of_time(tmp_path, jobs):
+    with pytest.raises(GridStopped, match="cells wait"):
+        run_cells(cells_of(1, 2, 3, 4), work, tmp_path, jobs=jobs, stop=lambda: (tmp_path / "marks").exists())
+    done = len(marks(tmp_path))
+    assert 1 <= done <= jobs
+    assert len(run_cells(cells_of(1, 2, 3, 4), work, tmp_path, jobs=jobs)) == 4
+    assert marks(tmp_path) == [1, 2, 3, 4]
+
+
+def test_jobs_are_a_number(tmp_path):
+    with pytest.raises(ValueError, match="jobs=0"):
+        run_cells({}, work, tmp_path, jobs=0)
