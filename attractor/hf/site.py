@@ -1,0 +1,82 @@
+"""An FFN that an APN layer stands beside, or in for.
+
+The modules of the model stay where they are, under the names they have: only what calling them does changes,
+and only until `remove`. So the model's own state dict, hash and files never know about APN layers.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from attractor.hf.find import Place
+from attractor.layer import APN, RoutingStats
+
+
+class Site:
+    """`apn` is the layer at work, if any: beside the FFN, or, if it `replaces`, instead of it."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.apn: APN | None = None
+        self.replaces = False
+        self.recording = False
+        self.stats: RoutingStats | None = None
+        self.originals: list[Callable[..., Any]] = [module.forward for module in place.modules]
+        self.found = [vars(module).get("forward") for module in place.modules]  # another library's, if any
+        first, *rest = place.modules
+        _call(first, self.forward)
+        for module in rest:
+            _call(module, pass_on)
+
+    def remove(self) -> None:
+        for module, found in zip(self.place.modules, self.found, strict=True):
+            if found is None:
+                del module.forward
+            else:
+                _call(module, found)
+
+    def forward(self, hidden: Tensor, *residuals: Any, **options: Any) -> Any:
+        if self.apn is None:
+            return self.ffn(hidden, *residuals, **options)
+        update = self._update(self.apn, hidden)
+        if self.replaces:
+            for residual in residuals:  # an FFN that is given the residual stream adds it, as Bloom's does
+                update = update + residual
+            return update
+        output = self.ffn(hidden, *residuals, **options)
+        if not isinstance(output, Tensor):
+            raise ValueError(
+                f"{self.place.name} returns a {type(output).__name__}, to which no update can be added; "
+                "name a module that returns a tensor"
+            )
+        return output + update.to(output.dtype)
+
+    def ffn(self, hidden: Tensor, *residuals: Any, **options: Any) -> Any:
+        """What was here before."""
+        first, *rest = self.originals
+        output = first(hidden, *residuals, **options)
+        for forward in rest:
+            output = forward(output)
+        return output
+
+    def _update(self, apn: APN, hidden: Tensor) -> Tensor:
+        tokens = hidden.to(apn.encoder.dtype)
+        if not self.recording:
+            return apn(tokens).to(hidden.dtype)
+        update, self.stats = apn(tokens, return_stats=True)
+        return update.to(hidden.dtype)
+
+
+def pass_on(hidden: Tensor) -> Tensor:
+    """What the later pieces of a split FFN do: the first one has done everything."""
+    return hidden
+
+
+def _call(module: nn.Module, forward: Callable[..., Any]) -> None:
+    setattr(module, "forward", forward)  # noqa: B010 (a method for mypy)
+
+
+def is_retrofitted(model: nn.Module) -> bool:
+    forwards = (vars(module).get("forward") for module in model.modules())
+    return any(isinstance(getattr(forward, "__self__", None), Site) for forward in forwards)
