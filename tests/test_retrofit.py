@@ -371,7 +371,7 @@ def test_kmeans_is_nearer_to_tokens_than_chance():
     for prototypes in ("random", "kmeans"):
         config = APNConfig(num_patches=16, top_k=1, rank=2)
         net = attractor.retrofit(model, config, prototypes=prototypes, sample=sample)
-        with net.recording() as stats:
+        with net.recording(sample.shape) as stats:
             logits(net, sample)
         confidence[prototypes] = attractor.monitor.summary(stats[0])["confidence_mean"]
         net.unload()

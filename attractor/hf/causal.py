@@ -99,7 +99,8 @@ class CausalLM(nn.Module):
         if end > self.config.context:
             raise ValueError(f"{end} tokens do not fit into the model's context of {self.config.context}")
         past = None if cache is None else cache.past
-        with self.net.using(self.name), self.net.recording(return_stats) as stats:
+        shape = tokens.shape if return_stats else None
+        with self.net.using(self.name), self.net.recording(shape) as stats:
             output = self.base(input_ids=tokens, past_key_values=past, use_cache=cache is not None)
         if cache is not None:
             cache.past, cache.length = output.past_key_values, end

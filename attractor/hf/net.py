@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Unpack, cast
 
+import torch
 from torch import Tensor, nn
 
 from attractor.config import APNConfig
@@ -136,18 +137,18 @@ class Retrofit(nn.Module):
         return {int(number): cast(APN, layer) for number, layer in layers.items()}
 
     @contextmanager
-    def recording(self, on: bool = True) -> Iterator[dict[int, RoutingStats]]:
-        """Afterwards, if `on`, the dict holds what each router did in the last call."""
+    def recording(self, shape: torch.Size | None) -> Iterator[dict[int, RoutingStats]]:
+        """Afterwards the dict holds what each router did with tokens of this shape, (B, T); None: nothing."""
         found: dict[int, RoutingStats] = {}
         for site in self.sites.values():
-            site.recording = on
+            site.recording = shape
         try:
             yield found
         finally:
             for number, site in self.sites.items():
                 if site.stats is not None:
                     found[number] = site.stats
-                site.recording, site.stats = False, None
+                site.recording = site.stats = None
 
     # --- training
 

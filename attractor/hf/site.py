@@ -7,6 +7,7 @@ and only until `remove`. So the model's own state dict, hash and files never kno
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from attractor.hf.find import Place
@@ -20,7 +21,7 @@ class Site:
         self.place = place
         self.apn: APN | None = None
         self.replaces = False
-        self.recording = False
+        self.recording: torch.Size | None = None  # shape (B, T) of the tokens whose routing is to be kept
         self.stats: RoutingStats | None = None
         self.originals: list[Callable[..., Any]] = [module.forward for module in place.modules]
         self.found = [vars(module).get("forward") for module in place.modules]  # another library's, if any
@@ -62,10 +63,11 @@ class Site:
 
     def _update(self, apn: APN, hidden: Tensor) -> Tensor:
         tokens = hidden.to(apn.encoder.dtype)
-        if not self.recording:
+        if self.recording is None:
             return apn(tokens).to(hidden.dtype)
+        tokens = tokens.reshape(*self.recording, -1)  # some models hand over (B * T, dim)
         update, self.stats = apn(tokens, return_stats=True)
-        return update.to(hidden.dtype)
+        return update.reshape(hidden.shape).to(hidden.dtype)
 
 
 def pass_on(hidden: Tensor) -> Tensor:
