@@ -188,6 +188,10 @@ def test_two_lists_of_blocks_are_not_guessed_between():
         ({"mode": "replace", "sample": "text"}, "expected token ids or a list of texts"),
         ({"mode": "replace", "sample": torch.zeros(3)}, "expected token ids"),
         ({"mode": "replace", "sample": torch.full((2, 20), 64)}, "outside the model's vocabulary, 0 to 63"),
+        (
+            {"mode": "replace", "sample": torch.ones(1, 65).long()},
+            "rows of 65 tokens; the model's context is 64",
+        ),
         ({"mode": "replace", "sample": torch.ones(1, 9, dtype=torch.int64)}, "9 tokens; distilling needs"),
         (
             {"prototypes": "kmeans", "sample": torch.ones(1, 5, dtype=torch.int64)},
@@ -220,6 +224,8 @@ def test_what_cannot_be_retrofitted():
     net = attractor.retrofit(model, SMALL, layers="transformer.h.*")
     with pytest.raises(ValueError, match=r"transformer.h.0 returns a tuple"):
         logits(net)
+    with pytest.raises(ValueError, match=r"model.layers.0.self_attn is not given hidden states"):
+        logits(attractor.retrofit(tiny("llama"), SMALL, layers="model.layers.*.self_attn"))
 
 
 def test_only_the_layers_learn_and_it_says_so(capsys):
@@ -299,6 +305,7 @@ def test_merge_is_refused_unless_there_is_nothing_to_merge():
     net = attractor.retrofit(model, SMALL)
     assert net.merge() is model
     net = teach(attractor.retrofit(model, SMALL))
+    net.add("nothing", SMALL)  # in use, but not alone
     with pytest.raises(ValueError, match="cannot be merged: what a token gets depends on which patches"):
         net.merge()
     assert list(net.apn_layers()) == [0, 1]
@@ -323,8 +330,15 @@ def test_another_librarys_forward_comes_back():
     found, expected = block.mlp.forward, logits(model)
     net = attractor.retrofit(model, SMALL)
     assert torch.equal(logits(net), expected)
-    net.unload()
+    assert net.unload() is model
     assert block.mlp.forward is found
+    net = attractor.retrofit(model, SMALL)
+    ours, block.mlp.forward = block.mlp.forward, found
+    with pytest.raises(ValueError, match=r"another library changed what calling transformer.h.0.mlp does"):
+        net.unload()
+    assert list(net.apn_layers()) == [0, 1]
+    block.mlp.forward = ours
+    net.unload()
 
 
 # --- samples
@@ -395,6 +409,8 @@ def test_a_sample_of_texts():
     rows = attractor.retrofit(tiny("llama"), SMALL, prototypes="kmeans", sample=torch.tensor([ids]))
     assert torch.equal(same.apn_layers()[1].prototypes, rows.apn_layers()[1].prototypes)
     assert not torch.equal(same.apn_layers()[1].prototypes, net.apn_layers()[1].prototypes)
+    long = ["To be, or not to be, that is the question. " * 3]  # longer than the context
+    attractor.retrofit(tiny("gpt2"), SMALL, prototypes="kmeans", sample=long, tokenizer=Letters())
 
 
 @pytest.mark.parametrize(("family", "dtype"), [("gpt2", torch.float32), ("olmo2", torch.float32),

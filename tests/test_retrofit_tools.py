@@ -74,7 +74,7 @@ def test_autocast(family):
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_compiled(family):
     net = teach(attractor.retrofit(tiny(family), SMALL))
-    compiled = torch.compile(net, backend="aot_eager", fullgraph=False)
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(logits(compiled), logits(net))
     net.use(None)
     torch.testing.assert_close(logits(compiled), logits(net))

@@ -51,8 +51,8 @@ class Block(nn.Module):
 class CausalLM(nn.Module):
     """The model with one of its retrofits (default: the one in use), or with none.
 
-    Each call switches to that retrofit and back, so several of these may share a model. With gradient
-    checkpointing, which calls the model again in backward, it must be the one in use.
+    Each call switches to that retrofit and back, so several of these may share a model, but not two threads.
+    With gradient checkpointing, which calls the model again in backward, it must be the one in use.
     """
 
     def __init__(self, net: Retrofit, name: str | None = IN_USE, *, context: int | None = None) -> None:

@@ -95,7 +95,8 @@ class Retrofit(nn.Module):
         **others: Any,
     ) -> Any:
         """The model's own forward; the first arguments are spelled out because Trainer reads them here."""
-        return self.model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **others)
+        named = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+        return self.model(**{name: value for name, value in named.items() if value is not None}, **others)
 
     # --- retrofits by name
 
@@ -172,6 +173,8 @@ class Retrofit(nn.Module):
 
     def unload(self) -> Any:
         """The model as it was, with its own modules, and every `requires_grad` as it was found."""
+        for site in self.sites.values():
+            site.check_removable()
         self._switch(None)
         for site in self.sites.values():
             site.remove()
@@ -187,9 +190,8 @@ class Retrofit(nn.Module):
         compute the same. Even one patch with a constant gate is a linear map beside the FFN, which has no
         room for one between its two matrices.
         """
-        if self.modes.get(self.active or "") != "replace" and all(
-            map(adds_nothing, self.apn_layers().values())
-        ):
+        layers = [layer for name in self.modes for layer in self.apn_layers(name).values()]
+        if "replace" not in self.modes.values() and all(map(adds_nothing, layers)):
             return self.unload()
         raise ValueError(
             "APN layers cannot be merged: what a token gets depends on which patches it selects, and no "

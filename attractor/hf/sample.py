@@ -8,6 +8,7 @@ from torch import Tensor
 
 from attractor import ops
 from attractor.hf.find import Place
+from attractor.hf.site import check_arguments, check_output
 from attractor.layer import APN, mode
 
 Sample = Tensor | Sequence[str]
@@ -19,18 +20,22 @@ ROUNDS = 25
 
 def sample_batches(model: Any, sample: Sample, tokenizer: Any = None) -> list[Tensor]:
     """Token ids (b, t), ready for the model: rows of a tensor, or each text by itself, without padding."""
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(sample, Tensor):
         if sample.dim() != 2 or sample.is_floating_point() or not sample.numel():
             raise ValueError(
                 f"sample of shape {tuple(sample.shape)} and type {sample.dtype}: expected token ids (n, time)"
             )
+        if context is not None and sample.shape[1] > context:
+            raise ValueError(f"sample has rows of {sample.shape[1]} tokens; the model's context is {context}")
         batches = list(sample.long().split(SEQUENCES))
     else:
         if isinstance(sample, str) or not all(isinstance(text, str) for text in sample) or not sample:
             raise ValueError(f"sample of type {type(sample).__name__}: expected token ids or a list of texts")
         if tokenizer is None:
             raise ValueError("sample is text: give the model's tokenizer= too, or token ids")
-        batches = [torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int64)[None] for text in sample]
+        texts = [torch.tensor(tokenizer(text)["input_ids"], dtype=torch.int64) for text in sample]
+        batches = [part[None] for text in texts for part in text.split(context or max(1, len(text)))]
     most = model.get_input_embeddings().weight.shape[0]
     if any(int(batch.min()) < 0 or int(batch.max()) >= most for batch in batches if batch.numel()):
         raise ValueError(f"sample has tokens outside the model's vocabulary, 0 to {most - 1}")
@@ -44,16 +49,14 @@ def activations(model: Any, place: Place, batches: list[Tensor]) -> tuple[Tensor
     outputs: list[Tensor] = []
 
     def keep_input(module: object, arguments: tuple[Any, ...]) -> None:
-        hidden, *residuals = arguments
-        if any(not isinstance(extra, Tensor) or extra.shape != hidden.shape for extra in residuals):
-            raise ValueError(f"{place.name} takes arguments beside the hidden states; what are they?")
+        hidden, *residuals = check_arguments(place, arguments)
         inputs.append(hidden.float().flatten(0, -2))
         outputs.append(torch.zeros_like(inputs[-1]))
         for residual in residuals:
             outputs[-1] -= residual.float().flatten(0, -2)
 
     def keep_output(module: object, arguments: object, output: Tensor) -> None:
-        outputs[-1] += output.float().flatten(0, -2)
+        outputs[-1] += check_output(place, output).float().flatten(0, -2)
 
     hooks = [
         place.modules[0].register_forward_pre_hook(keep_input),

@@ -25,10 +25,16 @@ class Site:
         self.stats: RoutingStats | None = None
         self.originals: list[Callable[..., Any]] = [module.forward for module in place.modules]
         self.found = [vars(module).get("forward") for module in place.modules]  # another library's, if any
-        first, *rest = place.modules
-        _call(first, self.forward)
-        for module in rest:
-            _call(module, pass_on)
+        self.ours = [self.forward, *[pass_on] * (len(place.modules) - 1)]
+        for module, forward in zip(place.modules, self.ours, strict=True):
+            _call(module, forward)
+
+    def check_removable(self) -> None:
+        if [vars(module).get("forward") for module in self.place.modules] != self.ours:
+            raise ValueError(
+                f"another library changed what calling {self.place.name} does since it was retrofitted: undo "
+                "that first. Nothing was changed"
+            )
 
     def remove(self) -> None:
         for module, found in zip(self.place.modules, self.found, strict=True):
@@ -37,26 +43,22 @@ class Site:
             else:
                 _call(module, found)
 
-    def forward(self, hidden: Tensor, *residuals: Any, **options: Any) -> Any:
+    def forward(self, *arguments: Any, **options: Any) -> Any:
         if self.apn is None:
-            return self.ffn(hidden, *residuals, **options)
+            return self.ffn(*arguments, **options)
+        hidden, *residuals = check_arguments(self.place, arguments if self.replaces else arguments[:1])
         update = self._update(self.apn, hidden)
         if self.replaces:
-            for residual in residuals:  # an FFN that is given the residual stream adds it, as Bloom's does
+            for residual in residuals:  # Bloom's FFN is given the residual stream, and adds it
                 update = update + residual
             return update
-        output = self.ffn(hidden, *residuals, **options)
-        if not isinstance(output, Tensor):
-            raise ValueError(
-                f"{self.place.name} returns a {type(output).__name__}, to which no update can be added; "
-                "name a module that returns a tensor"
-            )
+        output = check_output(self.place, self.ffn(*arguments, **options))
         return output + update.to(output.dtype)
 
-    def ffn(self, hidden: Tensor, *residuals: Any, **options: Any) -> Any:
+    def ffn(self, *arguments: Any, **options: Any) -> Any:
         """What was here before."""
         first, *rest = self.originals
-        output = first(hidden, *residuals, **options)
+        output = first(*arguments, **options)
         for forward in rest:
             output = forward(output)
         return output
@@ -68,6 +70,24 @@ class Site:
         tokens = tokens.reshape(*self.recording, -1)  # some models hand over (B * T, dim)
         update, self.stats = apn(tokens, return_stats=True)
         return update.reshape(hidden.shape).to(hidden.dtype)
+
+
+def check_arguments(place: Place, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """Hidden states, and beside them at most residuals, which an FFN adds to its output."""
+    if not arguments or any(getattr(given, "shape", ()) != arguments[0].shape for given in arguments):
+        raise ValueError(
+            f"{place.name} is not given hidden states and at most residuals: name another module"
+        )
+    return arguments
+
+
+def check_output(place: Place, output: Any) -> Tensor:
+    if not isinstance(output, Tensor):
+        raise ValueError(
+            f"{place.name} returns a {type(output).__name__}, to which no update can be added: name a module "
+            "that returns a tensor"
+        )
+    return output
 
 
 def pass_on(hidden: Tensor) -> Tensor:
