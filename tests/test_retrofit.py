@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from families import FAMILIES, SMALL, logits, some_tokens, teach, tiny, transformers
+from families import COMMON, FAMILIES, GATED, SMALL, logits, some_tokens, teach, tiny, transformers
 from torch import nn
 
 import attractor
@@ -168,6 +168,31 @@ def test_unknown_architecture_lists_candidates_and_takes_a_pattern():
     assert not torch.equal(logits(teach(net)), expected)
 
 
+def from_config(family, **options):
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **COMMON | GATED | options)
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])  # one returns a tensor, one also its routing
+def test_beside_a_mixture_of_experts(family):
+    model = from_config(family, num_local_experts=4, num_experts_per_tok=2)
+    expected = logits(model)
+    net = attractor.retrofit(model, SMALL)
+    assert torch.equal(logits(net), expected)
+    assert not torch.equal(logits(teach(net)), expected)
+    assert torch.equal(logits(net.unload()), expected)
+
+
+def test_a_split_ffn_with_dropout_inside_is_refused():
+    options = {"ffn_dim": 64, "num_layers": 2, "attention_heads": 4}
+    assert list(attractor.retrofit(from_config("xglm", **options), SMALL).apn_layers()) == [0, 1]
+    with pytest.raises(
+        ValueError, match=r"model.layers.0 drops activations .* set its activation_dropout to 0"
+    ):
+        attractor.retrofit(from_config("xglm", activation_dropout=0.1, **options), SMALL)
+
+
 def test_two_lists_of_blocks_are_not_guessed_between():
     model = tiny("llama")
     model.vision = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"mlp": nn.Linear(32, 32)})])})
@@ -220,9 +245,9 @@ def test_what_cannot_be_retrofitted():
         with pytest.raises(ValueError, match="retrofitted already"):
             attractor.retrofit(given, SMALL)
     net.unload()
-    model.transformer.h[0].forward = lambda hidden, *_, **__: (hidden,)
+    model.transformer.h[0].forward = lambda hidden, *_, **__: {"hidden": hidden}
     net = attractor.retrofit(model, SMALL, layers="transformer.h.*")
-    with pytest.raises(ValueError, match=r"transformer.h.0 returns a tuple"):
+    with pytest.raises(ValueError, match=r"transformer.h.0 returns a dict, and an APN layer a tensor"):
         logits(net)
     with pytest.raises(ValueError, match=r"model.layers.0.self_attn is not given hidden states"):
         logits(attractor.retrofit(tiny("llama"), SMALL, layers="model.layers.*.self_attn"))

@@ -246,6 +246,8 @@ def test_saving_replaces_retrofits_and_nothing_else(saved, monkeypatch):
     (saved / "notes.txt").write_text("mine")
     with pytest.raises(ValueError, match=r"holds 'notes.txt', and saving replaces"):
         net.save_pretrained(saved)
+    with pytest.raises(ValueError, match="is a file"):
+        net.save_pretrained(saved / "notes.txt")
     with torch.no_grad():
         net.apn_layers()[0].encoder[0, 0] = torch.nan
     with pytest.raises(ValueError, match=r"model.layers.0.mlp.encoder holds numbers that are not finite"):

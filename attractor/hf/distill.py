@@ -10,7 +10,7 @@ from attractor.layer import APN, mode
 LAST = ("decoder", "decoder_base", "offset_out")
 """The parameters of a layer that its update is linear in."""
 BATCH = 1024
-LEARNING_RATE = 3e-3
+LEARNING_RATE = 1e-2
 HELD_OUT = 10
 """One token in so many is not trained on: the error is measured there."""
 

@@ -41,11 +41,11 @@ class Saved:
     def check_base(self, model: Any) -> None:
         own = base_fields(model)
         if differs := _difference(self.fields, own):
-            raise ValueError(f"it was made for another base: {differs}. Nothing was changed")
+            raise ValueError(f"the retrofit was made for another base: {differs}. Nothing was changed")
         if self.weights != (weights := weights_hash(model)):
             raise ValueError(
-                f"it was made for another base, with weights {self.weights[:12]} where this one has "
-                f"{weights[:12]}: it needs the same ones to the byte. Nothing was changed"
+                f"the retrofit was made for another base, with weights {self.weights[:12]}; this one has "
+                f"{weights[:12]}. It needs the same ones to the byte. Nothing was changed"
             )
 
 
@@ -86,6 +86,8 @@ def _difference(saved: Mapping[str, Any], own: Mapping[str, Any], prefix: str = 
 def write(folder: str | Path, model: Any, layers: Mapping[str, APN], mode: ModeName) -> None:
     """The two files; the folder appears whole or not at all. It may replace a retrofit and nothing else."""
     folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: choose a folder to save to")
     others = {path.name for path in folder.iterdir()} - {CONFIG, WEIGHTS} if folder.is_dir() else set()
     if others:
         raise ValueError(

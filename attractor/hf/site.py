@@ -52,8 +52,10 @@ class Site:
             for residual in residuals:  # Bloom's FFN is given the residual stream, and adds it
                 update = update + residual
             return update
-        output = check_output(self.place, self.ffn(*arguments, **options))
-        return output + update.to(output.dtype)
+        output = self.ffn(*arguments, **options)
+        if isinstance(output, tuple):  # a mixture of experts that tells its routing too
+            return self._sum(output[0], update), *output[1:]
+        return self._sum(output, update)
 
     def ffn(self, *arguments: Any, **options: Any) -> Any:
         """What was here before."""
@@ -62,6 +64,10 @@ class Site:
         for forward in rest:
             output = forward(output)
         return output
+
+    def _sum(self, output: Any, update: Tensor) -> Tensor:
+        output = check_output(self.place, output)
+        return output + update.to(output.dtype).reshape(output.shape)
 
     def _update(self, apn: APN, hidden: Tensor) -> Tensor:
         tokens = hidden.to(apn.encoder.dtype)
@@ -84,8 +90,8 @@ def check_arguments(place: Place, arguments: tuple[Any, ...]) -> tuple[Tensor, .
 def check_output(place: Place, output: Any) -> Tensor:
     if not isinstance(output, Tensor):
         raise ValueError(
-            f"{place.name} returns a {type(output).__name__}, to which no update can be added: name a module "
-            "that returns a tensor"
+            f"{place.name} returns a {type(output).__name__}, and an APN layer a tensor: neither can they be "
+            "added nor one replace the other. Name another module"
         )
     return output
 
