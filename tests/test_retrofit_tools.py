@@ -296,6 +296,8 @@ def test_causal_saves_the_retrofit(tmp_path):
     model = causal()
     model.save_pretrained(tmp_path / "saved")
     assert torch.equal(logits(attractor.load_retrofit(tiny("llama"), tmp_path / "saved")), logits(model.net))
+    with pytest.raises(ValueError, match="nothing of ours to save"):
+        CausalLM(model.net, None).save_pretrained(tmp_path / "base")
     assert model.num_parameters() == sum(p.numel() for p in model.net.parameters())
 
 

@@ -12,7 +12,7 @@ from attractor.hf.distill import LAST, distill
 from attractor.hf.files import ModeName
 from attractor.hf.find import Layers, Place, find_places
 from attractor.hf.sample import Sample, activations, sample_batches, set_prototypes
-from attractor.layer import APN
+from attractor.layer import APN, FLOATS
 
 log = logging.getLogger("attractor")
 
@@ -65,17 +65,21 @@ def build(model: Any, config: APNConfig, **options: Unpack[Options]) -> Built:
         torch.manual_seed(seed)
         for place in find_places(model, options.get("layers", "all")):
             weight = weight_of(model, place)
+            dtype = options.get("dtype") or weight.dtype
+            if dtype not in FLOATS:
+                raise ValueError(f"dtype={dtype} must be one of {', '.join(map(str, FLOATS))}")
             layer = APN.from_config(width(model), config, backend=options.get("backend", "auto"))
             layer.to(weight.device)  # drawn on the CPU: the same numbers on every device
-            inputs, outputs = activations(model, place, batches) if needs_sample else (None, None)
-            if inputs is not None and prototypes == "kmeans":
+            if needs_sample:
+                inputs, outputs = activations(model, place, batches)
+            if prototypes == "kmeans":
                 set_prototypes(layer, inputs, seed)
-            if inputs is not None and outputs is not None and mode == "replace":
+            if mode == "replace":
                 error = built.errors[place.number] = distill(layer, inputs, outputs, steps=steps, seed=seed)
                 log.info("%s is replaced with a relative error of %.3f", place.name, error)
             else:
                 zero_decoders(layer)
-            built.layers.append((place, layer.to(options.get("dtype") or weight.dtype)))
+            built.layers.append((place, layer.to(dtype)))
     return built
 
 

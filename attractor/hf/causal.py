@@ -123,4 +123,6 @@ class CausalLM(nn.Module):
 
     def save_pretrained(self, folder: str | Path) -> None:
         """The retrofit alone: its base is to be had where it came from."""
+        if self.name is None:
+            raise ValueError("this is the base without a retrofit: there is nothing of ours to save")
         self.net.save_pretrained(folder, name=self.name)

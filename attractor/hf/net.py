@@ -70,6 +70,7 @@ class Retrofit(nn.Module):
                 "this model is retrofitted already: add() another retrofit to it, or unload() it"
             )
         self.model: Any = model
+        self.training = model.training
         self.retrofits = nn.ModuleDict()  # name -> number of a block -> APN layer
         self.modes: dict[str, ModeName] = {}
         self.errors: dict[str, dict[int, float]] = {}  # name -> block -> relative error of a distilled layer
@@ -206,7 +207,7 @@ class Retrofit(nn.Module):
         return name
 
     def _check_new(self, name: str) -> None:
-        if not NAME.fullmatch(name) or hasattr(nn.ModuleDict(), name):
+        if not isinstance(name, str) or not NAME.fullmatch(name) or hasattr(nn.ModuleDict(), name):
             raise ValueError(f"{name!r} cannot name a retrofit: use up to 64 letters, digits, '_' and '-'")
         if name in self.modes:
             raise ValueError(f"there is a retrofit {name!r} already; drop it first, or choose another name")
@@ -231,7 +232,7 @@ class Retrofit(nn.Module):
             if place.number not in self.sites:
                 self.sites[place.number] = Site(place)
         held = nn.ModuleDict({str(place.number): layer for place, layer in built.layers})
-        self.retrofits[name] = held.train(self.training)
+        self.retrofits[name] = held.train(self.model.training)
         self.modes[name], self.errors[name] = built.mode, built.errors
         self.use(name)
 

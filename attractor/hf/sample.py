@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from attractor import ops
 from attractor.hf.find import Place
@@ -90,8 +91,8 @@ def set_prototypes(layer: APN, inputs: Tensor, seed: int) -> None:
         likeness, owner = (directions @ centres.T).max(1)
         if owners is not None and torch.equal(owner, owners):
             break
-        owners, sums = owner, torch.zeros_like(centres).index_add_(0, owner, directions)
-        empty = torch.bincount(owner, minlength=count) == 0
+        members = F.one_hot(owner, count).to(directions)  # (n, K); a product is the same on every run
+        owners, sums, empty = owner, members.T @ directions, members.sum(0) == 0
         sums[empty] = directions[likeness.argsort(stable=True)[: int(empty.sum())]]  # those that fit worst
         centres = ops.unit(sums.unflatten(-1, (groups, -1))).flatten(1)
     lengths = layer.prototypes.float().norm(dim=1, keepdim=True) / groups**0.5
