@@ -95,3 +95,19 @@ def test_distilling_reduces_the_error(family, dtype):
         inputs, outputs = activations(model, place, list(some_tokens(8, 32, seed=9).split(8)))
         assert relative_error(layer, inputs, outputs) == pytest.approx(errors[steps], rel=0.2, abs=0.02)
     assert errors[150] < 0.75 * errors[1]
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom", "opt"])
+def test_a_float32_layer_in_place_of_a_bfloat16_ffn(family):
+    sample = some_tokens(4, 16)
+    for prototypes in ("random", "kmeans"):
+        net = attractor.retrofit(
+            tiny(family, torch.bfloat16), SMALL, mode="replace", prototypes=prototypes, sample=sample, steps=2,
+            dtype=torch.float32,
+        )  # fmt: skip
+        assert {parameter.dtype for parameter in net.trainable_parameters()} == {torch.float32}
+        seen = []
+        place = net.sites[0].place
+        place.modules[-1].register_forward_hook(lambda module, given, output, seen=seen: seen.append(output))
+        assert logits(net).dtype == torch.bfloat16
+        assert seen[0].dtype == torch.bfloat16
