@@ -102,8 +102,8 @@ def test_a_float32_layer_in_place_of_a_bfloat16_ffn(family):
     sample = some_tokens(4, 16)
     for prototypes in ("random", "kmeans"):
         net = attractor.retrofit(
-            tiny(family, torch.bfloat16), SMALL, mode="replace", prototypes=prototypes, sample=sample, steps=2,
-            dtype=torch.float32,
+            tiny(family, torch.bfloat16), SMALL, mode="replace", prototypes=prototypes, sample=sample,
+            steps=2, dtype=torch.float32,
         )  # fmt: skip
         assert {parameter.dtype for parameter in net.trainable_parameters()} == {torch.float32}
         seen = []

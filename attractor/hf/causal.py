@@ -27,7 +27,7 @@ class CausalConfig(JSONConfig):
     context: int
     """The longest sequence the model sees."""
     base: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """The configuration of the base, where it is not the default."""
+    """The configuration of the base."""
     layers: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     """Number of the block -> settings of its APN layer."""
 
