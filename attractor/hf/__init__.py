@@ -1,0 +1,13 @@
+"""APN layers in Hugging Face causal language models: beside their FFNs or in place of them, and reversible.
+
+    net = attractor.retrofit(model, APNConfig(num_patches=64, top_k=4, rank=16), layers="all", mode="beside")
+    net.print_trainable_parameters()               # everything but the APN layers is frozen
+    net.save_pretrained(folder); attractor.load_retrofit(model, folder); net.unload()
+
+Nothing here imports transformers but `callback`: whoever has a model to retrofit has it.
+"""
+
+from attractor.hf.causal import CausalLM
+from attractor.hf.net import Retrofit, load_retrofit, retrofit
+
+__all__ = ["CausalLM", "Retrofit", "load_retrofit", "retrofit"]

@@ -1,0 +1,109 @@
+"""New APN layers for the FFNs of a model. Nothing of the model changes here."""
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict, Unpack, get_args
+
+import torch
+from torch import Tensor, nn
+
+from attractor.config import APNConfig, check_choice, check_size
+from attractor.hf.distill import LAST, distill
+from attractor.hf.files import ModeName
+from attractor.hf.find import Layers, Place, find_places
+from attractor.hf.sample import Sample, activations, sample_batches, set_prototypes
+from attractor.layer import APN, FLOATS
+
+log = logging.getLogger("attractor")
+
+StartName = Literal["random", "kmeans"]
+
+
+class Options(TypedDict, total=False):
+    """How to build a retrofit."""
+
+    layers: Layers
+    """"all" (default), a list of layer numbers, or a pattern such as "model.layers.*.mlp"."""
+    mode: ModeName
+    """"beside" the FFNs, which go on to work (default), or to "replace" them."""
+    prototypes: StartName
+    """"random" (default), or "kmeans" of what goes into the FFN on the sample."""
+    sample: Sample | None
+    """Token ids (n, time), or texts and their `tokenizer`: for "replace" and for "kmeans"."""
+    tokenizer: Any
+    steps: int
+    """Of distilling each layer (default: 500)."""
+    seed: int
+    """Of everything random (default: 0)."""
+    dtype: torch.dtype | None
+    """Of the APN layers (default: that of the FFN)."""
+    backend: str
+    """As for `APN`."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """APN layers and where they go."""
+
+    mode: ModeName
+    layers: list[tuple[Place, APN]]
+    errors: dict[int, float] = field(default_factory=dict)  # block -> relative error of a distilled layer
+
+
+def build(model: Any, config: APNConfig, **options: Unpack[Options]) -> Built:
+    mode, prototypes = options.get("mode", "beside"), options.get("prototypes", "random")
+    steps, seed, sample = options.get("steps", 500), options.get("seed", 0), options.get("sample")
+    check_choice("mode", mode, get_args(ModeName))
+    check_choice("prototypes", prototypes, get_args(StartName))
+    check_size("steps", steps)
+    needs_sample = mode == "replace" or prototypes == "kmeans"
+    if needs_sample and sample is None:
+        raise ValueError(f"mode={mode!r} with prototypes={prototypes!r} needs a sample= of text")
+    batches = sample_batches(model, sample, options.get("tokenizer")) if sample is not None else []
+    built = Built(mode, [])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        for place in find_places(model, options.get("layers", "all")):
+            weight = weight_of(model, place)
+            dtype = options.get("dtype") or weight.dtype
+            if dtype not in FLOATS:
+                raise ValueError(f"dtype={dtype} must be one of {', '.join(map(str, FLOATS))}")
+            layer = APN.from_config(width(model), config, backend=options.get("backend", "auto"))
+            layer.to(weight.device)  # drawn on the CPU: the same numbers on every device
+            if needs_sample:
+                inputs, outputs = activations(model, place, batches)
+            if prototypes == "kmeans":
+                set_prototypes(layer, inputs, seed)
+            if mode == "replace":
+                error = built.errors[place.number] = distill(layer, inputs, outputs, steps=steps, seed=seed)
+                log.info("%s is replaced with a relative error of %.3f", place.name, error)
+            else:
+                zero_decoders(layer)
+            built.layers.append((place, layer.to(dtype)))
+    return built
+
+
+def width(model: Any) -> int:
+    return model.config.get_text_config().hidden_size
+
+
+def weight_of(model: nn.Module, place: Place) -> Tensor:
+    """A weight whose device and dtype the APN layer takes."""
+    own = (parameter for module in place.modules for parameter in module.parameters())
+    for weight in (*own, *model.parameters()):
+        if weight.is_floating_point() and weight.device.type != "meta":
+            return weight
+    raise ValueError(f"{type(model).__name__} has no weights in memory: load it first")
+
+
+@torch.no_grad()
+def zero_decoders(layer: APN) -> None:
+    """The layer's update becomes zero, and its decoders can still learn."""
+    for name, parameter in layer.named_parameters():
+        if name in LAST:
+            parameter.zero_()
+
+
+def adds_nothing(layer: APN) -> bool:
+    """Is the update zero for every input?"""
+    return not any(parameter.any() for name, parameter in layer.named_parameters() if name in LAST)

@@ -1,0 +1,128 @@
+"""A retrofitted model as the tools of this package know models: the interface of `attractor.model.GPT`.
+
+model = CausalLM(net, context=512)
+evaluate(model, tokens); generate(model, prompt); OnlineLearner(model); Branch(model)
+Guard({"base": CausalLM(net, None, context=512), "new": model})    # one copy of the weights
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, Literal, cast, overload
+
+from torch import Tensor, nn
+
+from attractor.config import JSONConfig, check_size
+from attractor.hf import files
+from attractor.hf.net import Retrofit
+from attractor.layer import APN, RoutingStats
+
+IN_USE: Any = object()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CausalConfig(JSONConfig):
+    """What the tools ask a model's configuration for; `config_now` adds what tells one model from another."""
+
+    vocab_size: int
+    context: int
+    """The longest sequence the model sees."""
+    base: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """The configuration of the base."""
+    layers: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    """Number of the block -> settings of its APN layer."""
+
+
+class Cache:
+    """The base's own cache of keys and values; it makes it when it reads the first tokens."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.past: Any = None
+
+
+class Block(nn.Module):
+    """The name of an APN layer: the tools know the parameters of layer N as blocks.N.ffn.*."""
+
+    def __init__(self, ffn: APN) -> None:
+        super().__init__()
+        self.ffn = ffn
+
+
+class CausalLM(nn.Module):
+    """The model with one of its retrofits (default: the one in use), or with none.
+
+    Each call switches to that retrofit and back, so several of these may share a model, but not two threads.
+    With gradient checkpointing, which calls the model again in backward, it must be the one in use.
+    """
+
+    def __init__(self, net: Retrofit, name: str | None = IN_USE, *, context: int | None = None) -> None:
+        super().__init__()
+        own = net.model.config.get_text_config()
+        context = getattr(own, "max_position_embeddings", None) if context is None else context
+        if context is None:
+            raise ValueError(
+                f"{type(net.model).__name__} does not say how long its context is: give context="
+            )
+        check_size("context", context)
+        self.name = net.active if name is IN_USE else name
+        layers = {} if self.name is None else net.apn_layers(self.name)
+        # first, so that their parameters have these names and not those in the model
+        self.blocks = nn.ModuleDict({str(number): Block(layer) for number, layer in layers.items()})
+        self.base = net.model
+        self._net = (net,)  # not a child: its state dict has no base
+        self.config = CausalConfig(vocab_size=own.vocab_size, context=context)
+
+    @property
+    def net(self) -> Retrofit:
+        return self._net[0]
+
+    @property
+    def embedding(self) -> nn.Module:
+        return self.base.get_input_embeddings()
+
+    @overload
+    def forward(
+        self, tokens: Tensor, *, cache: Cache | None = None, return_stats: Literal[False] = False
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self, tokens: Tensor, *, cache: Cache | None = None, return_stats: Literal[True]
+    ) -> tuple[Tensor, dict[int, RoutingStats]]: ...
+    def forward(
+        self, tokens: Tensor, *, cache: Cache | None = None, return_stats: bool = False
+    ) -> Tensor | tuple[Tensor, dict[int, RoutingStats]]:
+        """Logits (B, T, V) for tokens (B, T); with `return_stats`, also the routing of each APN layer.
+
+        The statistics' `input_norm` is that of the layer's input: the residual stream is out of its sight.
+        """
+        end = tokens.shape[1] + (0 if cache is None else cache.length)
+        if end > self.config.context:
+            raise ValueError(f"{end} tokens do not fit into the model's context of {self.config.context}")
+        past = None if cache is None else cache.past
+        shape = tokens.shape if return_stats else None
+        with self.net.using(self.name), self.net.recording(shape) as stats:
+            output = self.base(input_ids=tokens, past_key_values=past, use_cache=cache is not None)
+        if cache is not None:
+            cache.past, cache.length = output.past_key_values, end
+        return (output.logits, stats) if return_stats else output.logits
+
+    def new_cache(self, batch: int, after: object = None) -> Cache:
+        """For generating `batch` texts token by token; `after` is the full cache that it replaces."""
+        return Cache()
+
+    def apn_layers(self) -> dict[int, APN]:
+        return {int(number): cast(Block, block).ffn for number, block in self.blocks.items()}
+
+    def num_parameters(self, *, positions: bool = False) -> int:
+        """All parameters, those of positions too: not every base has them apart."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def config_now(self) -> CausalConfig:
+        layers = {str(number): layer.config.to_dict() for number, layer in self.apn_layers().items()}
+        return dataclasses.replace(self.config, base=files.base_fields(self.base), layers=layers)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """The retrofit alone: its base is to be had where it came from."""
+        if self.name is None:
+            raise ValueError("this is the base without a retrofit: there is nothing of ours to save")
+        self.net.save_pretrained(folder, name=self.name)

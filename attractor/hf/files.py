@@ -1,0 +1,178 @@
+"""A retrofit on disk: adapter_config.json says what it is, adapter_model.safetensors holds its APN layers.
+
+It fits one base and says which: by its configuration and by a hash of its weights. Reading checks everything
+before it gives anything.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from attractor.checkpoint import write_folder
+from attractor.config import APNConfig, check_choice
+from attractor.layer import APN, FLOATS
+from attractor.version import __version__
+
+FORMAT = 1
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ModeName = Literal["beside", "replace"]
+BOOKKEEPING = ("_name_or_path", "transformers_version", "use_cache", "dtype", "architectures")
+"""Fields of a configuration that change no logit (the dtype is that of the weights)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """What a folder holds."""
+
+    fields: dict[str, Any]  # of the base's configuration
+    weights: str  # hash of the base's weights
+    mode: ModeName
+    layers: dict[str, APN]  # by the name of their place
+
+    def check_base(self, model: Any) -> None:
+        own = base_fields(model)
+        if differs := _difference(self.fields, own):
+            raise ValueError(f"the retrofit was made for another base: {differs}. Nothing was changed")
+        if self.weights != (weights := weights_hash(model)):
+            raise ValueError(
+                f"the retrofit was made for another base, with weights {self.weights[:12]}; this one has "
+                f"{weights[:12]}. It needs the same ones to the byte. Nothing was changed"
+            )
+
+
+def weights_hash(model: nn.Module) -> str:
+    """Of every name, type, shape and byte of a model's weights."""
+    digest = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def base_fields(model: Any) -> dict[str, Any]:
+    """The configuration of a base, as JSON holds it, without what changes no logit."""
+    return json.loads(json.dumps(_essential(model.config.to_diff_dict()), default=str))
+
+
+def _essential(fields: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        str(name): _essential(value) if isinstance(value, Mapping) else value
+        for name, value in fields.items()
+        if str(name) not in BOOKKEEPING and not str(name).endswith("_token_id")
+    }
+
+
+def _difference(saved: Mapping[str, Any], own: Mapping[str, Any], prefix: str = "") -> str | None:
+    """The first field that both have and disagree about: releases of transformers add and drop fields."""
+    for name in sorted(saved.keys() & own.keys()):
+        theirs, ours = saved[name], own[name]
+        if isinstance(theirs, dict) and isinstance(ours, dict):
+            if inner := _difference(theirs, ours, f"{prefix}{name}."):
+                return inner
+        elif theirs != ours:
+            return f"{prefix}{name} is {theirs!r} there and {ours!r} here"
+    return None
+
+
+def write(folder: str | Path, model: Any, layers: Mapping[str, APN], mode: ModeName) -> None:
+    """The two files; the folder appears whole or not at all. It may replace a retrofit and nothing else."""
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: choose a folder to save to")
+    others = {path.name for path in folder.iterdir()} - {CONFIG, WEIGHTS} if folder.is_dir() else set()
+    if others:
+        raise ValueError(
+            f"{folder} holds {sorted(others)[0]!r}, and saving replaces a folder as a whole: choose another"
+        )
+    tensors = {
+        f"{place}.{name}": parameter.detach().cpu().contiguous()
+        for place, layer in layers.items()
+        for name, parameter in layer.named_parameters()
+    }
+    bad = [name for name, value in tensors.items() if not value.isfinite().all()]
+    if bad:
+        raise ValueError(f"{bad[0]} holds numbers that are not finite; nothing was saved")
+    weights = weights_hash(model)
+    described = {
+        "format": FORMAT, "attractor": __version__, "torch": torch.__version__,
+        "transformers": metadata.version("transformers"),
+        "base": {"class": type(model).__name__, "config": base_fields(model), "weights": weights},
+        "mode": mode,
+        "dtypes": {place: _name(layer.encoder.dtype) for place, layer in layers.items()},
+        "layers": {place: layer.config.to_dict() for place, layer in layers.items()},
+    }  # fmt: skip
+
+    def fill(partial: Path) -> None:
+        try:
+            save_file(tensors, partial / WEIGHTS, metadata={"format": "pt", "base": weights})
+        except SafetensorError as error:
+            raise OSError(f"cannot write {folder}: {error}") from error
+        (partial / CONFIG).write_text(json.dumps(described, indent=2))
+
+    write_folder(folder.absolute(), fill)
+
+
+def read(folder: str | Path, dim: int, backend: str) -> Saved:
+    """Read what `write` wrote, on the CPU; anything else is a ValueError."""
+    folder = Path(folder)
+    try:
+        described = json.loads((folder / CONFIG).read_text())
+        if not isinstance(described, dict) or described.get("format") != FORMAT:
+            raise ValueError(f"not a retrofit of format {FORMAT}, which this release reads")
+        check_choice("mode", described["mode"], get_args(ModeName))
+        base, dtypes, configs = described["base"], described["dtypes"], described["layers"]
+        if not configs or dtypes.keys() != configs.keys():
+            raise ValueError("its layers and their types are not of the same places")
+        with torch.device("meta"):
+            layers = {
+                place: APN.from_config(
+                    dim, APNConfig.from_dict(fields), backend=backend, dtype=_dtype(dtypes[place])
+                )
+                for place, fields in configs.items()
+            }
+        with safe_open(folder / WEIGHTS, framework="pt") as file:
+            if (file.metadata() or {}).get("base") != base["weights"]:
+                raise ValueError("its two files belong to different retrofits")
+            tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 (no dict)
+        _fill(layers, tensors)
+        return Saved(dict(base["config"]), str(base["weights"]), described["mode"], layers)
+    except (OSError, LookupError, TypeError, AttributeError, ValueError, RuntimeError, RecursionError,
+            SafetensorError) as error:  # fmt: skip
+        raise ValueError(f"{folder} holds no retrofit that can be read: {error}") from error
+
+
+def _fill(layers: Mapping[str, APN], tensors: dict[str, Tensor]) -> None:
+    expected = {
+        f"{place}.{name}": (tuple(parameter.shape), parameter.dtype)
+        for place, layer in layers.items()
+        for name, parameter in layer.named_parameters()
+    }
+    found = {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            raise ValueError(f"{name}: {CONFIG} says {expected.get(name)}, {WEIGHTS} {found.get(name)}")
+    for name, value in tensors.items():
+        if not value.isfinite().all():
+            raise ValueError(f"{name} holds numbers that are not finite")
+    for place, layer in layers.items():
+        own = {name: tensors[f"{place}.{name}"] for name, _ in layer.named_parameters()}
+        layer.load_state_dict(own, assign=True)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    known = {_name(dtype): dtype for dtype in FLOATS}
+    check_choice("dtype", name, tuple(known))
+    return known[name]

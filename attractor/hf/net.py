@@ -1,0 +1,247 @@
+"""Retrofit: a Hugging Face model whose FFNs have APN layers, and the two functions that make one."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Unpack, cast
+
+import torch
+from torch import Tensor, nn
+
+from attractor.config import APNConfig
+from attractor.hf import files
+from attractor.hf.build import Built, Options, adds_nothing, build, weight_of, width
+from attractor.hf.files import ModeName
+from attractor.hf.find import place_at
+from attractor.hf.site import Site, is_retrofitted
+from attractor.layer import APN, RoutingStats
+
+NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+def retrofit(
+    model: Any, config: APNConfig | None = None, *, name: str = "default", **options: Unpack[Options]
+) -> "Retrofit":
+    """Give a Hugging Face causal language model APN layers. The model's own modules stay what they are.
+
+    `mode="beside"` adds an APN layer to each FFN, whose update is zero until it learns: the logits stay the
+    same. `mode="replace"` distils each FFN into an APN layer on a `sample` of text. See `Retrofit.add`.
+    """
+    net = Retrofit(model)
+    net.add(name, config, **options)
+    return net
+
+
+def load_retrofit(
+    base: Any, folder: str | Path, *, name: str = "default", backend: str = "auto"
+) -> "Retrofit":
+    """A saved retrofit on its base: a model, or a `Retrofit` that is to hold this one too, under `name`.
+
+    Whatever does not fit is a ValueError, and then nothing has changed.
+    """
+    net = base if isinstance(base, Retrofit) else Retrofit(base)
+    net._check_new(name)
+    saved = files.read(folder, width(net.model), backend)
+    saved.check_base(net.model)
+    known = {path for path, _ in net.model.named_modules()}
+    if absent := [path for path in saved.layers if path not in known]:
+        raise ValueError(f"{folder} has a layer for {absent[0]}, which the base has not. Nothing was changed")
+    layers = [(place_at(net.model, path), layer) for path, layer in saved.layers.items()]
+    for place, layer in layers:
+        layer.to(weight_of(net.model, place).device)
+    net._take(name, Built(saved.mode, layers))
+    return net
+
+
+class Retrofit(nn.Module):
+    """A model and the named retrofits it can use, one at a time or none.
+
+    Calls and attributes are the model's. Its state dict is that of the APN layers alone: the base is frozen,
+    and lies elsewhere already.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        if not isinstance(model, nn.Module) or not hasattr(getattr(model, "config", None), "to_diff_dict"):
+            raise ValueError(f"a {type(model).__name__} cannot be retrofitted: give a Hugging Face model")
+        if isinstance(model, Retrofit) or is_retrofitted(model):
+            raise ValueError(
+                "this model is retrofitted already: add() another retrofit to it, or unload() it"
+            )
+        self.model: Any = model
+        self.training = model.training
+        self.retrofits = nn.ModuleDict()  # name -> number of a block -> APN layer
+        self.modes: dict[str, ModeName] = {}
+        self.errors: dict[str, dict[int, float]] = {}  # name -> block -> relative error of a distilled layer
+        self.sites: dict[int, Site] = {}
+        self.active: str | None = None
+        self._found = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+        self.register_state_dict_post_hook(_leave_out_base)
+        self.register_load_state_dict_post_hook(_miss_no_base)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "model" or name.startswith("__"):
+                raise
+            return getattr(self.model, name)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        **others: Any,
+    ) -> Any:
+        """The model's own forward; the first arguments are spelled out because Trainer reads them here."""
+        named = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+        return self.model(**{name: value for name, value in named.items() if value is not None}, **others)
+
+    # --- retrofits by name
+
+    def add(self, name: str, config: APNConfig | None = None, **options: Unpack[Options]) -> None:
+        """Build another retrofit and use it. What the options mean is in `build.Options`."""
+        self._check_new(name)
+        with self.using(None):
+            built = build(self.model, config or APNConfig(), **options)
+        self._take(name, built)
+
+    def use(self, name: str | None) -> None:
+        """Switch to a retrofit: its APN layers can be trained, all else is frozen. None is the base."""
+        self._switch(name)
+        self.requires_grad_(False)
+        for layer in self.apn_layers().values():
+            layer.requires_grad_(True)
+
+    @contextmanager
+    def using(self, name: str | None) -> Iterator[None]:
+        """Another retrofit, or none, for a while; what can be trained stays as it is."""
+        before = self.active
+        self._switch(name)
+        try:
+            yield
+        finally:
+            self._switch(before)
+
+    def drop(self, name: str) -> None:
+        """Forget a retrofit; if it is in use, the base is used from now on."""
+        self._check_known(name)
+        if self.active == name:
+            self.use(None)
+        del self.retrofits[name], self.modes[name], self.errors[name]
+
+    def apn_layers(self, name: str | None = None) -> dict[int, APN]:
+        """Number of the block -> APN layer, of a retrofit or of the one in use."""
+        name = self.active if name is None else self._check_known(name)
+        layers = nn.ModuleDict() if name is None else cast(nn.ModuleDict, self.retrofits[name])
+        return {int(number): cast(APN, layer) for number, layer in layers.items()}
+
+    @contextmanager
+    def recording(self, shape: torch.Size | None) -> Iterator[dict[int, RoutingStats]]:
+        """Afterwards the dict holds what each router did with tokens of this shape, (B, T); None: nothing."""
+        found: dict[int, RoutingStats] = {}
+        for site in self.sites.values():
+            site.recording = shape
+        try:
+            yield found
+        finally:
+            for number, site in self.sites.items():
+                if site.stats is not None:
+                    found[number] = site.stats
+                site.recording = site.stats = None
+
+    # --- training
+
+    def trainable_parameters(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.parameters() if parameter.requires_grad]
+
+    def print_trainable_parameters(self) -> None:
+        trainable = sum(parameter.numel() for parameter in self.trainable_parameters())
+        total = sum(parameter.numel() for parameter in self.parameters())
+        print(f"trainable: {trainable:,} of {total:,} parameters ({trainable / total:.2%})")
+
+    # --- the end
+
+    def save_pretrained(self, folder: str | Path, *, name: str | None = None) -> None:
+        """Write a retrofit (default: the one in use); `load_retrofit(base, folder)` reads it."""
+        layers = self.apn_layers(name)
+        if not layers:
+            raise ValueError(f"no retrofit is in use; name one of {sorted(self.modes)}")
+        places = {self.sites[number].place.name: layer for number, layer in layers.items()}
+        files.write(folder, self.model, places, self.modes[name or cast(str, self.active)])
+
+    def unload(self) -> Any:
+        """The model as it was, with its own modules, and every `requires_grad` as it was found."""
+        for site in self.sites.values():
+            site.check_removable()
+        self._switch(None)
+        for site in self.sites.values():
+            site.remove()
+        for parameter, flag in self._found:
+            parameter.requires_grad_(flag)
+        self.sites, self.modes, self.errors, self.retrofits = {}, {}, {}, nn.ModuleDict()
+        return self.model
+
+    def merge(self) -> Any:
+        """The model without APN layers and with their effect: possible only while they have none.
+
+        Which patches a token gets depends on the token, and so does every gate: no weights of a dense FFN
+        compute the same. Even one patch with a constant gate is a linear map beside the FFN, which has no
+        room for one between its two matrices.
+        """
+        layers = [layer for name in self.modes for layer in self.apn_layers(name).values()]
+        if "replace" not in self.modes.values() and all(map(adds_nothing, layers)):
+            return self.unload()
+        raise ValueError(
+            "APN layers cannot be merged: what a token gets depends on which patches it selects, and no "
+            "weights of the FFN compute that. Keep the retrofit (save_pretrained), or drop it (unload)"
+        )
+
+    # --- inside
+
+    def _check_known(self, name: str) -> str:
+        if name not in self.modes:
+            raise ValueError(f"there is no retrofit {name!r}; there are {sorted(self.modes)}")
+        return name
+
+    def _check_new(self, name: str) -> None:
+        if not isinstance(name, str) or not NAME.fullmatch(name) or hasattr(nn.ModuleDict(), name):
+            raise ValueError(f"{name!r} cannot name a retrofit: use up to 64 letters, digits, '_' and '-'")
+        if name in self.modes:
+            raise ValueError(f"there is a retrofit {name!r} already; drop it first, or choose another name")
+
+    def _switch(self, name: str | None) -> None:
+        layers = {} if name is None else self.apn_layers(name)
+        for number, site in self.sites.items():
+            site.apn = layers.get(number)
+            site.replaces = name is not None and self.modes[name] == "replace"
+        self.active = name
+
+    def _take(self, name: str, built: Built) -> None:
+        """The layers are complete: only now something changes."""
+        for place, _ in built.layers:
+            known = self.sites.get(place.number)
+            if known is not None and known.place.name != place.name:
+                raise ValueError(
+                    f"block {place.number} has retrofits at {known.place.name}, so none at {place.name}: "
+                    "unload first. Nothing was changed"
+                )
+        for place, _ in built.layers:
+            if place.number not in self.sites:
+                self.sites[place.number] = Site(place)
+        held = nn.ModuleDict({str(place.number): layer for place, layer in built.layers})
+        self.retrofits[name] = held.train(self.model.training)
+        self.modes[name], self.errors[name] = built.mode, built.errors
+        self.use(name)
+
+
+def _leave_out_base(net: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+    for key in [key for key in state if key.startswith(f"{prefix}model.")]:
+        del state[key]
+
+
+def _miss_no_base(net: nn.Module, incompatible: Any) -> None:
+    base = {f"model.{key}" for key in cast(Retrofit, net).model.state_dict()}
+    incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if key not in base]

@@ -1,0 +1,110 @@
+"""An FFN that an APN layer stands beside, or in for.
+
+The modules of the model stay where they are, under the names they have: only what calling them does changes,
+and only until `remove`. So the model's own state dict, hash and files never know about APN layers.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attractor.hf.find import Place
+from attractor.layer import APN, RoutingStats
+
+
+class Site:
+    """`apn` is the layer at work, if any: beside the FFN, or, if it `replaces`, instead of it."""
+
+    def __init__(self, place: Place) -> None:
+        self.place = place
+        self.apn: APN | None = None
+        self.replaces = False
+        self.recording: torch.Size | None = None  # shape (B, T) of the tokens whose routing is to be kept
+        self.stats: RoutingStats | None = None
+        self.originals: list[Callable[..., Any]] = [module.forward for module in place.modules]
+        self.found = [vars(module).get("forward") for module in place.modules]  # another library's, if any
+        self.ours = [self.forward, *[pass_on] * (len(place.modules) - 1)]
+        for module, forward in zip(place.modules, self.ours, strict=True):
+            _call(module, forward)
+
+    def check_removable(self) -> None:
+        if [vars(module).get("forward") for module in self.place.modules] != self.ours:
+            raise ValueError(
+                f"another library changed what calling {self.place.name} does since it was retrofitted: undo "
+                "that first. Nothing was changed"
+            )
+
+    def remove(self) -> None:
+        for module, found in zip(self.place.modules, self.found, strict=True):
+            if found is None:
+                del module.forward
+            else:
+                _call(module, found)
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        if self.apn is None:
+            return self.ffn(*arguments, **options)
+        hidden, *residuals = check_arguments(self.place, arguments if self.replaces else arguments[:1])
+        update = self._update(self.apn, hidden)
+        if self.replaces:
+            for residual in residuals:  # Bloom's FFN is given the residual stream, and adds it
+                update = update + residual
+            return update
+        output = self.ffn(*arguments, **options)
+        if isinstance(output, tuple):  # a mixture of experts that tells its routing too
+            return self._sum(output[0], update), *output[1:]
+        return self._sum(output, update)
+
+    def ffn(self, *arguments: Any, **options: Any) -> Any:
+        """What was here before."""
+        first, *rest = self.originals
+        output = first(*arguments, **options)
+        for forward in rest:
+            output = forward(output)
+        return output
+
+    def _sum(self, output: Any, update: Tensor) -> Tensor:
+        output = check_output(self.place, output)
+        return output + update.to(output.dtype).reshape(output.shape)
+
+    def _update(self, apn: APN, hidden: Tensor) -> Tensor:
+        tokens = hidden.to(apn.encoder.dtype)
+        if self.recording is None:
+            return apn(tokens).to(hidden.dtype)
+        tokens = tokens.reshape(*self.recording, -1)  # some models hand over (B * T, dim)
+        update, self.stats = apn(tokens, return_stats=True)
+        return update.reshape(hidden.shape).to(hidden.dtype)
+
+
+def check_arguments(place: Place, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """Hidden states, and beside them at most residuals, which an FFN adds to its output."""
+    if not arguments or any(getattr(given, "shape", ()) != arguments[0].shape for given in arguments):
+        raise ValueError(
+            f"{place.name} is not given hidden states and at most residuals: name another module"
+        )
+    return arguments
+
+
+def check_output(place: Place, output: Any) -> Tensor:
+    if not isinstance(output, Tensor):
+        raise ValueError(
+            f"{place.name} returns a {type(output).__name__}, and an APN layer a tensor: neither can they be "
+            "added nor one replace the other. Name another module"
+        )
+    return output
+
+
+def pass_on(hidden: Tensor) -> Tensor:
+    """What the later pieces of a split FFN do: the first one has done everything."""
+    return hidden
+
+
+def _call(module: nn.Module, forward: Callable[..., Any]) -> None:
+    setattr(module, "forward", forward)  # noqa: B010 (a method for mypy)
+
+
+def is_retrofitted(model: nn.Module) -> bool:
+    forwards = (vars(module).get("forward") for module in model.modules())
+    return any(isinstance(getattr(forward, "__self__", None), Site) for forward in forwards)

@@ -1,0 +1,305 @@
+"""A retrofitted model in other hands: generate, Trainer, checkpointing, torch.compile, and our own tools."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from families import FAMILIES, SMALL, logits, some_tokens, teach, tiny, transformers
+from torch.nn import functional as F
+
+import attractor
+from attractor import APNConfig
+from attractor.continual.config import AllocationConfig, GuardConfig, LearnConfig, UpdateConfig
+from attractor.continual.guard import Guard
+from attractor.continual.guarded import GuardedLearner
+from attractor.continual.learner import OnlineLearner
+from attractor.continual.overlay import Branch, Overlay
+from attractor.evaluate import evaluate, routing, token_losses
+from attractor.generate import generate
+from attractor.hf import CausalLM
+from attractor.hf.callback import APNCallback
+
+families = pytest.mark.parametrize("family", FAMILIES)
+TEXT = np.tile(some_tokens(1, 10, seed=6)[0].numpy(), 20)  # there is something to learn in it
+
+
+@families
+def test_generating_with_a_cache_equals_generating_without(family):
+    net = teach(attractor.retrofit(tiny(family), SMALL))
+    prompt = some_tokens(2, 5)
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 8, "do_sample": False}
+    cached, plain = (net.generate(prompt, use_cache=use, **options) for use in (True, False))
+    assert torch.equal(cached, plain)
+    expected = prompt
+    for _ in range(8):
+        following = logits(net, expected)[:, -1].argmax(-1, keepdim=True)
+        expected = torch.cat([expected, following], 1)
+    length = cached.shape[1]
+    assert torch.equal(cached, expected[:, :length]) or 2 in expected[:, 5:]  # 2 ends a text
+
+
+@families
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_gives_the_same_gradients(family, reentrant):
+    gradients = []
+    for checkpointing in (False, True):
+        net = teach(attractor.retrofit(tiny(family), SMALL)).train()
+        torch.manual_seed(0)  # dropout
+        if checkpointing:
+            net.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            if reentrant:
+                net.enable_input_require_grads()
+        net(input_ids=some_tokens(), labels=some_tokens(), use_cache=False).loss.backward()
+        gradients.append([parameter.grad for parameter in net.trainable_parameters()])
+    for plain, checkpointed in zip(*gradients, strict=True):
+        assert plain.any()
+        torch.testing.assert_close(plain, checkpointed)
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom", "opt"])
+def test_autocast(family):
+    net = attractor.retrofit(tiny(family), SMALL)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = logits(net.unload())
+    net.add("again", SMALL)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(logits(net), expected)
+        teach(net)
+        net(input_ids=some_tokens(), labels=some_tokens()).loss.backward()
+    assert all(parameter.grad.dtype == torch.float32 for parameter in net.trainable_parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_compiled(family):
+    net = teach(attractor.retrofit(tiny(family), SMALL))
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(logits(compiled), logits(net))
+    net.use(None)
+    torch.testing.assert_close(logits(compiled), logits(net))
+
+
+# --- Trainer
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, count=8):
+        self.rows = some_tokens(count, 16)
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+def trainer(net, folder, *, steps=4, callbacks=(), **options):
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=4, learning_rate=0.05,
+        logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, save_steps=2, **options,
+    )  # fmt: skip
+    return transformers.Trainer(
+        model=net, args=arguments, train_dataset=Rows(), eval_dataset=Rows(), callbacks=list(callbacks)
+    )
+
+
+def test_trainer(tmp_path):
+    net = attractor.retrofit(tiny("gpt2"), SMALL)
+    base = {name: value.clone() for name, value in net.model.state_dict().items()}
+    factors = []
+
+    class Watch(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            factors.append(float(net.apn_layers()[1].scale_factor))
+
+        def on_log(self, args, state, control, logs=None, **_):
+            assert "loss" not in logs or "apn/0/usage_entropy" in logs
+
+    own = trainer(net, tmp_path / "run", callbacks=[APNCallback(warmup_steps=4), Watch()])
+    before = own.evaluate()["eval_loss"]
+    own.train()
+    assert own.evaluate()["eval_loss"] < before
+    assert factors == pytest.approx([0.1, 0.325, 0.55, 0.775])
+    assert float(net.apn_layers()[1].scale_factor) == 1
+    record = own.state.log_history[0]
+    assert 0 < record["apn/1/usage_entropy"] <= np.log(8) + 1e-6
+    assert 0 <= record["apn/1/dead_patches"] <= 8
+    assert all(torch.equal(value, base[name]) for name, value in net.model.state_dict().items())
+    assert not any(layer._forward_pre_hooks for layer in net.apn_layers().values())
+    net.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(attractor.load_retrofit(tiny("gpt2"), tmp_path / "saved")), logits(net.eval()))
+
+
+def test_trainer_checkpoints_are_small_and_resume(tmp_path):
+    whole = attractor.retrofit(tiny("gpt2"), SMALL)
+    trainer(whole, tmp_path / "run").train()
+    saved = tmp_path / "run" / "checkpoint-2" / "model.safetensors"
+    assert saved.stat().st_size < 2 * sum(p.nbytes for p in whole.trainable_parameters())
+    resumed = attractor.retrofit(tiny("gpt2"), SMALL)
+    trainer(resumed, tmp_path / "run").train(resume_from_checkpoint=str(saved.parent))
+    for mine, theirs in zip(resumed.trainable_parameters(), whole.trainable_parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_trainer_with_bfloat16_and_checkpointing(tmp_path):
+    net = attractor.retrofit(tiny("llama"), SMALL)
+    trainer(net, tmp_path, steps=1, bf16=True, gradient_checkpointing=True).train()
+    assert any(layer.decoder.any() for layer in net.apn_layers().values())
+
+
+def test_the_callback_needs_a_retrofit(tmp_path):
+    with pytest.raises(ValueError, match="APNCallback needs a retrofit in use, not a GPT2LMHeadModel"):
+        trainer(tiny("gpt2"), tmp_path, steps=1, callbacks=[APNCallback()]).train()
+    with pytest.raises(ValueError, match="warmup_steps=-1"):
+        APNCallback(warmup_steps=-1)
+
+
+def test_the_state_dict_is_that_of_the_layers():
+    net = teach(attractor.retrofit(tiny("gpt2"), SMALL))
+    assert all(key.startswith("retrofits.default.") for key in net.state_dict())
+    other = attractor.retrofit(tiny("gpt2"), SMALL)
+    assert other.load_state_dict(net.state_dict()) == ([], [])
+    assert torch.equal(logits(other), logits(net))
+    short = dict(list(net.state_dict().items())[1:])
+    with pytest.raises(RuntimeError, match=r"Missing key.*retrofits.default.0.prototypes"):
+        other.load_state_dict(short)
+
+
+# --- our own tools
+
+
+def causal(family="llama", **options):
+    net = teach(attractor.retrofit(tiny(family), SMALL))
+    return CausalLM(net, context=32, **options)
+
+
+@families
+def test_causal_predicts_what_the_model_predicts(family):
+    model = causal(family)
+    tokens = some_tokens(2, 20)
+    expected = logits(model.net, tokens)
+    with torch.no_grad():
+        assert torch.equal(model(tokens), expected)
+        found, stats = model(tokens, return_stats=True)
+        cache = model.new_cache(2)
+        pieces = [model(piece, cache=cache) for piece in tokens.split([7, 1, 1, 11], dim=1)]
+    assert torch.equal(found, expected)
+    assert {number: own.indices.shape for number, own in stats.items()} == {0: (2, 20, 2), 1: (2, 20, 2)}
+    assert cache.length == 20
+    torch.testing.assert_close(torch.cat(pieces, 1), expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="33 tokens do not fit"):
+        model(some_tokens(1, 33))
+
+
+def test_causal_takes_the_models_context():
+    assert CausalLM(attractor.retrofit(tiny("llama"), SMALL)).config.context == 64
+    model = tiny("bloom")
+    del model.config.max_position_embeddings
+    net = attractor.retrofit(model, SMALL)
+    with pytest.raises(ValueError, match="give context="):
+        CausalLM(net)
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_evaluate_and_routing(family):
+    model = causal(family)
+    losses = token_losses(model, TEXT)
+    assert evaluate(model, TEXT) == pytest.approx(float(losses.mean()))
+    first = F.cross_entropy(
+        logits(model.net, torch.from_numpy(TEXT[None, :32]))[0], torch.from_numpy(TEXT[1:33])
+    )
+    assert float(losses[:32].mean()) == pytest.approx(float(first), rel=1e-5)
+    assert routing(model, TEXT)[1].indices.shape == (199, 2)
+
+
+def test_our_generate_is_theirs():
+    model = causal()
+    model.net.generation_config.eos_token_id = None
+    prompt = some_tokens(2, 5)
+    ours = torch.stack(list(generate(model, prompt, max_tokens=8, temperature=0)), 1)
+    options = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(ours, model.net.generate(prompt, **options)[:, 5:])
+    assert len(list(generate(model, prompt, max_tokens=40))) == 40  # longer than the context
+
+
+LEARN = LearnConfig(budget=32, update=UpdateConfig(learning_rate=0.05))
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_learning_from_a_stream(family):
+    model = causal(family)
+    base = {name: value.clone() for name, value in model.base.state_dict().items()}
+    growth = AllocationConfig(mode="grow", novelty=100.0, window=32, cooldown=32)
+    learner = OnlineLearner(model, config=replace(LEARN, allocation=growth, prototype_rate=0.1))
+    before = learner.perplexity(TEXT)
+    for _ in range(3):
+        seen = learner.observe(TEXT)
+    assert seen.updates == 6
+    assert model.apn_layers()[0].num_patches == 16
+    assert learner.perplexity(TEXT) < before
+    assert learner.monitor(TEXT)["apn/1/usage_entropy"] > 0
+    assert all(torch.equal(value, base[name]) for name, value in model.base.state_dict().items())
+    assert learner.predict(TEXT[:10]).shape == (64,)
+
+
+def test_guard_over_one_copy_of_the_weights():
+    model = causal()
+    base = CausalLM(model.net, None, context=32)
+    guard = Guard({"base": base, "new": model})
+    total = len(TEXT) - 1
+    losses = {
+        name: evaluate(path, TEXT) * total for name, path in {"b": base, "n": model, "g": guard}.items()
+    }
+    assert losses["b"] != losses["n"]
+    assert losses["g"] <= losses["b"] + guard.bound(total) + 1e-4
+    assert len(list(generate(guard, some_tokens(1, 4), max_tokens=6))) == 6
+    assert base.apn_layers() == {}
+    assert model.net.active == "default"
+
+
+def test_a_branch_learns_beside_its_base(tmp_path):
+    model = causal()
+    tokens = some_tokens(2, 20)
+    expected = logits(model.net, tokens)
+    branch = Branch(model)
+    shared = {p.data_ptr() for p in model.base.parameters()} & {
+        p.data_ptr() for p in branch.model.parameters()
+    }
+    assert len(shared) == len(list(model.base.parameters()))
+    learner = OnlineLearner(branch.model, config=LEARN)
+    learner.observe(TEXT)
+    learned = branch.model(tokens)
+    assert not torch.equal(learned, expected)
+    assert torch.equal(logits(model.net, tokens), expected)
+    branch.overlay().save(tmp_path / "overlay")
+    again = Branch(model)
+    again.apply(Overlay.load(tmp_path / "overlay"))
+    assert torch.equal(again.model(tokens), learned)
+    again.apply(None)
+    assert torch.equal(again.model(tokens), expected)
+    with pytest.raises(ValueError, match="another base"):
+        Branch(causal("qwen3")).apply(Overlay.load(tmp_path / "overlay"))
+
+
+def test_guarded_learning():
+    learner = GuardedLearner(causal(), config=GuardConfig(learn=LEARN))
+    before = learner.perplexity(TEXT)
+    for _ in range(3):
+        learner.observe(TEXT, source="new")
+    assert learner.perplexity(TEXT) < before
+    learner.drop("new")
+    assert learner.perplexity(TEXT) == pytest.approx(before)
+
+
+def test_causal_saves_the_retrofit(tmp_path):
+    model = causal()
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(attractor.load_retrofit(tiny("llama"), tmp_path / "saved")), logits(model.net))
+    with pytest.raises(ValueError, match="nothing of ours to save"):
+        CausalLM(model.net, None).save_pretrained(tmp_path / "base")
+    assert model.num_parameters() == sum(p.numel() for p in model.net.parameters())
+
+
+def test_apn_config_is_the_default():
+    assert attractor.retrofit(tiny("llama"), layers=[0]).apn_layers()[0].config == APNConfig()
