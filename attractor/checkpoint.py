@@ -6,19 +6,20 @@ then. So a kill at any moment leaves the previous checkpoint, the new one, or bo
 the rest is JSON: nothing in a checkpoint is executed by loading it.
 """
 
+import hashlib
 import json
 import logging
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -72,6 +73,15 @@ def remove_folder(folder: Path) -> None:
     doomed = folder.with_name(f".partial-removed-{folder.name}-{os.getpid()}")
     os.rename(folder, doomed)
     shutil.rmtree(doomed, ignore_errors=True)
+
+
+def tensors_hash(tensors: Mapping[str, Tensor], about: str = "") -> str:
+    """Of every name, type, shape and byte, and of what is said `about` them."""
+    digest = hashlib.sha256(about.encode())
+    for name, value in sorted(tensors.items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _flush(path: Path) -> None:

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import attractor
 from attractor import APNConfig
+from attractor.checkpoint import tensors_hash
 from attractor.hf import files
 
 RETROFITS = Path(__file__).parent / "retrofits"
@@ -140,6 +141,7 @@ TAMPERED = {
     "not floating point": edit(lambda t: t.update({KEY: t[KEY].int()})),
     "NaN": edit(lambda t: t[KEY].view(-1)[3:4].fill_(torch.nan)),
     "infinity": edit(lambda t: t[KEY].view(-1)[3:4].fill_(-torch.inf)),
+    "a number changed a little": edit(lambda t: t[KEY].view(-1)[3:4].add_(1e-3)),
     "no tensors": edit(lambda t: t.clear()),
     "another format": describe(lambda d: d.update(format=2)),
     "no format": describe(lambda d: d.pop("format")),
@@ -214,8 +216,9 @@ def test_another_base_is_refused(saved):
 def test_a_place_that_the_base_has_not_is_refused(saved):
     tensors = {k.replace("layers.1", "layers.7"): v for k, v in load_file(saved / files.WEIGHTS).items()}
     edit(lambda t: (t.clear(), t.update(tensors)))(saved)
-    text = (saved / files.CONFIG).read_text()
-    (saved / files.CONFIG).write_text(text.replace("layers.1", "layers.7"))
+    described = json.loads((saved / files.CONFIG).read_text().replace("layers.1", "layers.7"))
+    described["tensors"] = tensors_hash(load_file(saved / files.WEIGHTS))
+    (saved / files.CONFIG).write_text(json.dumps(described))
     refused(tiny("llama"), saved, r"a layer for model.layers.7.mlp, which the base has not")
 
 

@@ -22,7 +22,7 @@ from attractor.continual.baselines.lora import LowRank
 from attractor.continual.gates import Surprise
 from attractor.continual.overlay import fingerprint
 from attractor.evaluate import evaluate, perplexity
-from attractor.model import GPT, Block
+from attractor.model import GPT
 
 if TYPE_CHECKING:
     from attractor.continual.guarded import GuardedLearner, Source
@@ -110,13 +110,12 @@ def consolidate(
 def merged(model: GPT) -> GPT:
     """A model of its own: no memory shared, low-rank deltas in the weights they stand beside."""
     model = copy.deepcopy(model)
-    for block in cast(list[Block], model.blocks):
-        for name in ("qkv", "out"):
-            adapter = getattr(block.attention, name)
+    for owner in list(model.modules()):
+        for name, adapter in list(owner.named_children()):
             if isinstance(adapter, LowRank):
                 adapter.linear.weight = nn.Parameter(adapter.linear.weight.detach().clone())
                 adapter.merge()
-                setattr(block.attention, name, adapter.linear)
+                setattr(owner, name, adapter.linear)
     model.config = model.config_now()
     return model.requires_grad_(False).eval()
 

@@ -10,7 +10,6 @@ all other memory. What an overlay keeps and exports is proportional to what chan
 """
 
 import copy
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from attractor.checkpoint import remove_folder, write_folder
+from attractor.checkpoint import remove_folder, tensors_hash, write_folder
 from attractor.config import check_choice, check_size
 from attractor.continual.baselines.lora import LowRank
 from attractor.continual.config import AlsoName, AttentionName, check_also
@@ -35,11 +34,7 @@ FORMAT = 1
 
 def fingerprint(model: GPT) -> str:
     """A hash of a model's configuration and of every name, type, shape and byte of its weights."""
-    digest = hashlib.sha256(model.config_now().to_json().encode())
-    for name, value in sorted(model.state_dict().items()):
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        digest.update(value.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    return tensors_hash(model.state_dict(), model.config_now().to_json())
 
 
 def bits(x: Tensor) -> Tensor:
@@ -170,6 +165,10 @@ class Branch:
         check_also(also)
         if not base.apn_layers():
             raise ValueError("the base has no APN layers; there are no patches to lay over")
+        if not isinstance(base, GPT) and (attention != "off" or also):
+            raise ValueError(
+                f"overlays of a {type(base).__name__} hold patches; attention and also are GPT's"
+            )
         self.base, self.attention, self.also = base, attention, tuple(also)
         self.roles = {*PATCH_ROLES, *roles}
         self.base_hash = base_hash or fingerprint(base)

@@ -5,7 +5,6 @@ before it gives anything.
 """
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Mapping
 from importlib import metadata
@@ -15,9 +14,9 @@ from typing import Any, Literal, get_args
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from attractor.checkpoint import write_folder
+from attractor.checkpoint import tensors_hash, write_folder
 from attractor.config import APNConfig, check_choice
 from attractor.layer import APN, FLOATS
 from attractor.version import __version__
@@ -42,20 +41,11 @@ class Saved:
         own = base_fields(model)
         if differs := _difference(self.fields, own):
             raise ValueError(f"the retrofit was made for another base: {differs}. Nothing was changed")
-        if self.weights != (weights := weights_hash(model)):
+        if self.weights != (weights := tensors_hash(model.state_dict())):
             raise ValueError(
                 f"the retrofit was made for another base, with weights {self.weights[:12]}; this one has "
                 f"{weights[:12]}. It needs the same ones to the byte. Nothing was changed"
             )
-
-
-def weights_hash(model: nn.Module) -> str:
-    """Of every name, type, shape and byte of a model's weights."""
-    digest = hashlib.sha256()
-    for name, value in sorted(model.state_dict().items()):
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return digest.hexdigest()
 
 
 def base_fields(model: Any) -> dict[str, Any]:
@@ -101,12 +91,12 @@ def write(folder: str | Path, model: Any, layers: Mapping[str, APN], mode: ModeN
     bad = [name for name, value in tensors.items() if not value.isfinite().all()]
     if bad:
         raise ValueError(f"{bad[0]} holds numbers that are not finite; nothing was saved")
-    weights = weights_hash(model)
+    weights = tensors_hash(model.state_dict())
     described = {
         "format": FORMAT, "attractor": __version__, "torch": torch.__version__,
         "transformers": metadata.version("transformers"),
         "base": {"class": type(model).__name__, "config": base_fields(model), "weights": weights},
-        "mode": mode,
+        "mode": mode, "tensors": tensors_hash(tensors),
         "dtypes": {place: _name(layer.encoder.dtype) for place, layer in layers.items()},
         "layers": {place: layer.config.to_dict() for place, layer in layers.items()},
     }  # fmt: skip
@@ -144,6 +134,8 @@ def read(folder: str | Path, dim: int, backend: str) -> Saved:
                 raise ValueError("its two files belong to different retrofits")
             tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 (no dict)
         _fill(layers, tensors)
+        if tensors_hash(tensors) != described["tensors"]:
+            raise ValueError(f"{WEIGHTS} is not what was saved: its hash differs")
         return Saved(dict(base["config"]), str(base["weights"]), described["mode"], layers)
     except (OSError, LookupError, TypeError, AttributeError, ValueError, RuntimeError, RecursionError,
             SafetensorError) as error:  # fmt: skip
