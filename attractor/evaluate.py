@@ -49,12 +49,16 @@ def evaluate(
 
 @torch.no_grad()
 def token_losses(
-    model: GPT, tokens: np.ndarray, *, autocast: Callable[[], AbstractContextManager] = nullcontext
+    model: GPT,
+    tokens: np.ndarray,
+    *,
+    batch_size: int = 64,
+    autocast: Callable[[], AbstractContextManager] = nullcontext,
 ) -> Tensor:
     """(n - 1) the loss of each token but the first, in the windows of `evaluate`."""
     device, found = model.embedding.weight.device, []
     with mode(model, training=False):
-        for inputs, targets, _ in windows(tokens, model.config.context, 64):
+        for inputs, targets, _ in windows(tokens, model.config.context, batch_size):
             with autocast():
                 logits = model(inputs.to(device)).flatten(0, 1)
             found.append(F.cross_entropy(logits.float(), targets.to(device).flatten(), reduction="none"))

@@ -234,10 +234,41 @@ class BPETokenizer(Tokenizer):
         return cls(json.dumps(fields.get("tokenizers")))
 
 
+class PretrainedTokenizer(Tokenizer):
+    """Whatever tokenizer of the library a pretrained model came with, without its special tokens."""
+
+    kind = "pretrained"
+
+    def __init__(self, library_json: str) -> None:
+        try:
+            self._tokenizer = _library().Tokenizer.from_str(library_json)
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"the embedded tokenizer is damaged: {error}") from error
+
+    @property
+    def vocab_size(self) -> int:
+        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+
+    def encode(self, text: str) -> NDArray[np.int64]:
+        return np.array(self._tokenizer.encode(_check_text(text), add_special_tokens=False).ids, np.int64)
+
+    def decode(self, ids: ArrayLike) -> str:
+        return self._tokenizer.decode(self._check_ids(ids).tolist(), skip_special_tokens=False)
+
+    def _fields(self) -> dict[str, Any]:
+        return {"tokenizers": json.loads(self._tokenizer.to_str())}
+
+    @classmethod
+    def _from_fields(cls, fields: dict[str, Any]) -> Self:
+        return cls(json.dumps(fields.get("tokenizers")))
+
+
 TOKENIZERS: dict[str, type[CharTokenizer] | type[ByteTokenizer] | type[BPETokenizer]] = {
     tokenizer.kind: tokenizer for tokenizer in (CharTokenizer, ByteTokenizer, BPETokenizer)
 }
 KINDS = tuple(TOKENIZERS)
+"""The kinds that can be trained here."""
+READABLE: dict[str, type[Tokenizer]] = {**TOKENIZERS, PretrainedTokenizer.kind: PretrainedTokenizer}
 
 
 def check_request(kind: str, vocab_size: int | None) -> int | None:
@@ -287,8 +318,8 @@ def from_json(text: str) -> Tokenizer:
     version, kind = fields.pop("schema_version", None), fields.pop("kind", None)
     if version != SCHEMA_VERSION:
         raise ValueError(f"schema_version={version!r}: this release of attractor reads {SCHEMA_VERSION}")
-    check_choice("kind", kind, KINDS)
-    tokenizer = TOKENIZERS[kind]._from_fields(fields)
+    check_choice("kind", kind, tuple(READABLE))
+    tokenizer = READABLE[kind]._from_fields(fields)
     if unknown := sorted(set(fields) - set(tokenizer._fields())):
         raise ValueError(f"unknown fields {unknown} in a {kind} tokenizer")
     return tokenizer

@@ -22,6 +22,7 @@ from attractor.cli.experiments import (
     Table2,
 )
 from attractor.cli.models import Info, Sample, Train
+from attractor.cli.retrofit import RetrofitModel
 from attractor.continual.update import NotFiniteUpdate
 from attractor.corpora import CorpusUnavailable
 from attractor.experiments.grid import CellsFailed, GridStopped
@@ -47,6 +48,7 @@ def _commands() -> Any:
         | Annotated[Adapt, verb("adapt")]
         | Annotated[Overlays, verb("overlays")]
         | Annotated[Monitor, verb("monitor")]
+        | Annotated[RetrofitModel, verb("retrofit")]
         | Annotated[Demo, verb("demo")]
         | Annotated[
             Annotated[ExperimentList, verb("list")]
@@ -76,7 +78,15 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         command = tyro.cli(_commands(), args=arguments, prog="attractor", description=__doc__)
         return command.run() or 0
-    except (ValueError, OSError, CorpusUnavailable, NotFiniteLoss, NotFiniteUpdate, CellsFailed) as error:
+    except (
+        ValueError,
+        OSError,
+        CorpusUnavailable,
+        NotFiniteLoss,
+        NotFiniteUpdate,
+        CellsFailed,
+        FloatingPointError,
+    ) as error:
         print(f"attractor: {error}", file=sys.stderr)
         return 1
     except GridStopped as stopped:

@@ -1,0 +1,91 @@
+"""attractor retrofit"""
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from attractor import distributed
+from attractor.cli.common import INTERRUPTED, progress_bar
+from attractor.config import APNConfig, check_number
+from attractor.data import read_text
+from attractor.trainer import stop_on_signal
+
+
+@dataclass(kw_only=True)
+class RetrofitModel:
+    """Give a Hugging Face model APN layers beside its FFNs, and teach them a text; the model is frozen."""
+
+    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(name="model")]
+    """A folder, a .gguf file, a name on the hub, or "smollm2-135m", which needs no hub."""
+    data: str
+    """What to learn: a name of `attractor data list`, a file, a folder or a quoted glob."""
+    out: Path = Path("runs/retrofit")
+    """Gets adapter/ (for attractor.load_retrofit) and summary.json."""
+    apn: Annotated[APNConfig, tyro.conf.arg(name="")] = field(
+        default_factory=lambda: APNConfig(num_patches=32, top_k=4, rank=32)
+    )
+    layers: str = "all"
+    """All blocks, their numbers ("0,1,2"), or a pattern ("model.layers.[0-3].mlp")."""
+    start: Literal["random", "kmeans"] = "kmeans"
+    """Where patches lie at first: anywhere, or among what the model's own FFNs see of the text."""
+    steps: int = 300
+    batch_size: int = 8
+    context: int = 256
+    """Tokens of a sequence."""
+    learning_rate: float = 1e-3
+    val_fraction: float = 0.05
+    """The last part of the text: the layers are kept as they were when they predicted it best."""
+    seed: int = 0
+    device: str | None = None
+
+    def run(self) -> int:
+        check_number("val_fraction", self.val_fraction, "between 0 and 1", lambda part: 0 < part < 1)
+        device = distributed.parse_device(self.device)
+        adapter = self.out / "adapter"
+        if adapter.exists():
+            raise ValueError(f"{adapter} is there already: choose another --out")
+        text = read_text(self.data)
+        import torch
+
+        from attractor import retrofit
+        from attractor.hf import CausalLM
+        from attractor.hf.pretrained import load_pretrained
+        from attractor.hf.teach import teach
+
+        model, tokenizer = load_pretrained(self.source, device=device)
+        tokens = tokenizer.encode(text)
+        held_out = int(len(tokens) * self.val_fraction)
+        if held_out <= self.context or len(tokens) - held_out <= self.context:
+            raise ValueError(
+                f"{self.data!r} has {len(tokens):,} tokens: too few to learn from and to hold out "
+                f"{held_out:,} of, in sequences of {self.context}"
+            )
+        train, validation = tokens[:-held_out], tokens[-held_out:]
+        rows = train[: 32 * self.context][: len(train) // self.context * self.context]
+        sample = torch.from_numpy(rows.reshape(-1, self.context))
+        net = retrofit(
+            model, self.apn, layers=self._layers(), prototypes=self.start, seed=self.seed,
+            sample=sample if self.start == "kmeans" else None, dtype=torch.float32,
+        )  # fmt: skip
+        net.print_trainable_parameters()
+        with stop_on_signal() as stopped, progress_bar(self.steps, "retrofit") as report:
+            done = teach(
+                CausalLM(net, context=self.context), net.trainable_parameters(), train, validation,
+                steps=self.steps, batch_size=self.batch_size, learning_rate=self.learning_rate,
+                seed=self.seed, keep=lambda: net.save_pretrained(adapter), stop=stopped, report=report,
+            )  # fmt: skip
+        summary = {"model": self.source, "data": self.data, "apn": self.apn.to_dict(), **done}
+        (self.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        print(
+            f"perplexity of the held-out text {math.exp(done['before']):.3f} -> {math.exp(done['best']):.3f} "
+            f"(step {done['best_step']}); the layers are in {adapter}"
+        )
+        return INTERRUPTED if done["stopped"] else 0
+
+    def _layers(self) -> str | list[int]:
+        numbers = self.layers.split(",")
+        return [int(number) for number in numbers] if all(n.isdigit() for n in numbers) else self.layers

@@ -1,0 +1,94 @@
+"""Teach a model a text: batches, a warm-up and half a cosine, the best by a validation text.
+
+    done = teach(CausalLM(net, context=256), net.trainable_parameters(), train, validation, steps=300)
+
+Whoever wants to keep the best one gives `keep`: it is called at every new best, and so at the latest before
+something goes wrong.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from attractor.config import check_number, check_size
+from attractor.data import Batches
+from attractor.evaluate import autocast, evaluate
+from attractor.hf.causal import CausalLM
+from attractor.layer import mode
+from attractor.model import GPT
+
+Report = Callable[[dict[str, Any]], None]
+
+
+def teach(
+    model: CausalLM,
+    parameters: Iterable[nn.Parameter],
+    train: np.ndarray,
+    validation: np.ndarray,
+    *,
+    steps: int = 300,
+    batch_size: int = 16,
+    learning_rate: float = 1e-3,
+    evaluations: int = 4,
+    clip_norm: float = 1.0,
+    seed: int = 0,
+    precision: str = "auto",
+    keep: Callable[[], None] = lambda: None,
+    stop: Callable[[], bool] = lambda: False,
+    report: Report = lambda record: None,
+) -> dict[str, Any]:
+    """Returns the validation loss before, the best one and its step, and the losses on the way."""
+    check_size("steps", steps)
+    check_size("evaluations", evaluations)
+    check_number("learning_rate", learning_rate, "a positive number", lambda rate: rate > 0)
+    learning = list(parameters)
+    if not learning:
+        raise ValueError("nothing of the model can learn: use a retrofit")
+    device = cast(nn.Embedding, model.embedding).weight.device
+    optimizer = torch.optim.AdamW(learning, lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
+    batches = Batches(train, batch_size, model.config.context, seed)
+    evaluated = {round(number * steps / evaluations) for number in range(evaluations + 1)}
+    warmup = max(1, steps // 12)
+    losses: list[dict[str, float]] = []
+    best, best_step, seconds = math.inf, 0, 0.0
+    for step in range(steps + 1):
+        stopped = stop()
+        if step in evaluated or stopped:
+            loss = evaluate(
+                cast(GPT, model), validation, batch_size=8, autocast=lambda: autocast(device, precision)
+            )
+            losses.append({"step": step, "validation": loss})
+            report({"step": step, "val/ppl": math.exp(min(loss, 50.0))})
+            if loss < best:
+                best, best_step = loss, step
+                keep()
+        if step == steps or stopped:
+            break
+        rate = learning_rate * min(1.0, (step + 1) / warmup) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        started = time.perf_counter()
+        inputs, targets = (part.to(device) for part in next(batches))
+        with mode(model, training=True), autocast(device, precision):
+            logits = model(inputs)
+        loss_now = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        if not loss_now.isfinite():
+            raise FloatingPointError(f"the loss of step {step} is not finite; the best so far is kept")
+        optimizer.zero_grad()
+        loss_now.backward()
+        nn.utils.clip_grad_norm_(learning, clip_norm)
+        optimizer.step()
+        seconds += time.perf_counter() - started
+        report({"step": step + 1})
+    return {
+        "before": losses[0]["validation"], "best": best, "best_step": best_step, "losses": losses,
+        "steps": step, "stopped": stopped, "seconds": seconds,
+        "trained": sum(parameter.numel() for parameter in learning),
+        "tokens": step * batch_size * model.config.context,
+    }  # fmt: skip
