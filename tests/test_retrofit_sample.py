@@ -15,7 +15,7 @@ from attractor.hf.sample import activations, set_prototypes
 def test_activations_are_the_ffns_own(family):
     model = tiny(family)
     place = find_places(model, [1])[0]
-    inputs, outputs = activations(model, place, list(some_tokens(4, 16).split(2)))
+    ((_, inputs, outputs),) = activations(model, [place], list(some_tokens(4, 16).split(2)))
     assert inputs.shape == outputs.shape == (64, 32)
     own = inputs
     with torch.no_grad():
@@ -92,7 +92,7 @@ def test_distilling_reduces_the_error(family, dtype):
         errors[steps] = net.errors["default"][0]
         layer, place = net.apn_layers()[0].float(), net.sites[0].place
         net.unload()
-        inputs, outputs = activations(model, place, list(some_tokens(8, 32, seed=9).split(8)))
+        ((_, inputs, outputs),) = activations(model, [place], list(some_tokens(8, 32, seed=9).split(8)))
         assert relative_error(layer, inputs, outputs) == pytest.approx(errors[steps], rel=0.2, abs=0.02)
     assert errors[150] < 0.75 * errors[1]
 

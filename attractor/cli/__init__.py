@@ -16,6 +16,7 @@ from attractor.cli.experiments import (
     ExperimentList,
     Forgetting,
     Match,
+    RetrofitExperiment,
     Sensitivity,
     Shifts,
     Table1,
@@ -57,7 +58,8 @@ def _commands() -> Any:
             | Annotated[Forgetting, verb("forgetting")]
             | Annotated[Shifts, verb("shifts")]
             | Annotated[Sensitivity, verb("sensitivity")]
-            | Annotated[Match, verb("match")],
+            | Annotated[Match, verb("match")]
+            | Annotated[RetrofitExperiment, verb("retrofit")],
             verb("experiment", description="Reproduce a table or a figure."),
         ]
         | Annotated[

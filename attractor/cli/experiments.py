@@ -7,7 +7,7 @@ from typing import Any, Literal
 from attractor import distributed, presets
 from attractor.cli.common import dataset_of, progress_bar
 from attractor.config import check_size
-from attractor.experiments import demo, forgetting, match, sensitivity, shifts, table1, table2
+from attractor.experiments import demo, forgetting, match, retrofit, sensitivity, shifts, table1, table2
 from attractor.experiments.benchmark import Benchmark
 from attractor.experiments.methods import METHODS
 from attractor.experiments.plan import MIXTURE, Size
@@ -46,6 +46,7 @@ class ExperimentList:
         print(f"shifts       {Shifts.__doc__}")
         print(f"sensitivity  {Sensitivity.__doc__}")
         print(f"match        {Match.__doc__}")
+        print(f"retrofit     {RetrofitExperiment.__doc__}")
 
 
 @dataclass(kw_only=True)
@@ -108,6 +109,16 @@ class Table2:
         print(f"written to {result}")
 
 
+def named_texts(option: str, given: tuple[str, ...]) -> dict[str, str]:
+    named = {}
+    for text in given:
+        label, sign, source = text.partition("=")
+        if not sign or not label.replace("-", "").isalnum():
+            raise ValueError(f"{option} {text!r} must be NAME=FILE; the name has letters, digits and -")
+        named[label] = source
+    return named
+
+
 @dataclass(kw_only=True)
 class Grid:
     """Options of a benchmark whose every cell is a JSON file."""
@@ -127,12 +138,7 @@ class Grid:
     """Start no cell later than this; the same command goes on with the rest."""
 
     def benchmark(self, name: str, mixture: tuple[str, ...] = MIXTURE) -> tuple[Benchmark, Path, "CellBar"]:
-        domains = {}
-        for given in self.domain:
-            label, sign, source = given.partition("=")
-            if not sign or not label.replace("-", "").isalnum():
-                raise ValueError(f"--domain {given!r} must be NAME=FILE; the name has letters, digits and -")
-            domains[label] = source
+        domains = named_texts("--domain", self.domain)
         out = self.out or Path(f"runs/{name}-{self.size}")
         bar = CellBar(name)
         bench = Benchmark(
@@ -212,4 +218,38 @@ class Match(Grid):
         with bar.bar:
             values = match.run(bench, result)
         print(match.table(values))
+        print(f"written to {result}")
+
+
+@dataclass(kw_only=True)
+class RetrofitExperiment:
+    """A pretrained model learns a domain: full fine-tune, LoRA, APN beside its FFNs, alone and guarded."""
+
+    size: retrofit.Size = "smoke"
+    """"smoke": a few steps on a CPU, no conclusions. "full": one GPU, ten minutes."""
+    model: str = "smollm2-135m"
+    """As for `attractor retrofit`; a Llama-like one, for LoRA names its FFN's matrices."""
+    domain: tuple[str, ...] = ()
+    """NAME=FILE: what to learn (default: the First Folio)."""
+    retain: tuple[str, ...] = ()
+    """NAME=FILE: what must not be forgotten (default: the King James Bible and Python)."""
+    out: Path | None = None
+    """Gets one JSON per cell; what is done is not done again (default: runs/retrofit-SIZE)."""
+    result: Path | None = None
+    """Where the JSON goes (default: OUT/result.json)."""
+    device: str | None = None
+    jobs: int = 1
+    seed: int = 0
+
+    def run(self) -> None:
+        out = self.out or Path(f"runs/retrofit-{self.size}")
+        result = self.result or out / "result.json"
+        bar = CellBar("retrofit")
+        with bar.bar:
+            values = retrofit.run(
+                self.size, out, result, model=self.model, device=self.device, jobs=self.jobs, seed=self.seed,
+                domains=named_texts("--domain", self.domain) or retrofit.DOMAINS,
+                retained=named_texts("--retain", self.retain) or retrofit.RETAINED, report=bar.show,
+            )  # fmt: skip
+        print(retrofit.table(values))
         print(f"written to {result}")

@@ -1,6 +1,7 @@
 """New APN layers for the FFNs of a model. Nothing of the model changes here."""
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict, Unpack, get_args
 
@@ -61,17 +62,19 @@ def build(model: Any, config: APNConfig, **options: Unpack[Options]) -> Built:
         raise ValueError(f"mode={mode!r} with prototypes={prototypes!r} needs a sample= of text")
     batches = sample_batches(model, sample, options.get("tokenizer")) if sample is not None else []
     built = Built(mode, [])
+    places = find_places(model, options.get("layers", "all"))
+    seen: Iterable[tuple[Place, Any, Any]] = ((place, None, None) for place in places)
+    if needs_sample:
+        seen = activations(model, places, batches)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        for place in find_places(model, options.get("layers", "all")):
+        for place, inputs, outputs in seen:
             weight = weight_of(model, place)
             dtype = options.get("dtype") or weight.dtype
             if dtype not in FLOATS:
                 raise ValueError(f"dtype={dtype} must be one of {', '.join(map(str, FLOATS))}")
             layer = APN.from_config(width(model), config, backend=options.get("backend", "auto"))
             layer.to(weight.device)  # drawn on the CPU: the same numbers on every device
-            if needs_sample:
-                inputs, outputs = activations(model, place, batches)
             if prototypes == "kmeans":
                 set_prototypes(layer, inputs, seed)
             if mode == "replace":

@@ -1,6 +1,6 @@
 """What goes into the FFNs of a model on a sample of text, and prototypes that lie among it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ Sample = Tensor | Sequence[str]
 SEQUENCES = 8
 """So many sequences of a sample are read at once."""
 ROUNDS = 25
+MOST_NUMBERS = 1 << 27
+"""Of inputs and outputs of FFNs that are kept at a time: half a gigabyte."""
 
 
 def sample_batches(model: Any, sample: Sample, tokenizer: Any = None) -> list[Tensor]:
@@ -43,26 +45,39 @@ def sample_batches(model: Any, sample: Sample, tokenizer: Any = None) -> list[Te
     return [batch.to(model.device) for batch in batches if batch.numel()]
 
 
+def activations(
+    model: Any, places: Sequence[Place], batches: list[Tensor]
+) -> Iterator[tuple[Place, Tensor, Tensor]]:
+    """Every place with the inputs and outputs (n, dim) of its FFN; as many at a time as fit."""
+    width = model.config.get_text_config().hidden_size
+    numbers = 2 * width * sum(batch.numel() for batch in batches)
+    at_once = max(1, MOST_NUMBERS // max(1, numbers))
+    for start in range(0, len(places), at_once):
+        some = places[start : start + at_once]
+        yield from zip(some, *_read(model, some, batches), strict=True)
+
+
 @torch.no_grad()
-def activations(model: Any, place: Place, batches: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Inputs and outputs (n, dim) of one FFN, in float32; an output is without a residual that it adds."""
-    inputs: list[Tensor] = []
-    outputs: list[Tensor] = []
+def _read(model: Any, places: Sequence[Place], batches: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """In float32; an output is without a residual that it adds."""
+    inputs: list[list[Tensor]] = [[] for _ in places]
+    outputs: list[list[Tensor]] = [[] for _ in places]
 
-    def keep_input(module: object, arguments: tuple[Any, ...]) -> None:
-        hidden, *residuals = check_arguments(place, arguments)
-        inputs.append(hidden.float().flatten(0, -2))
-        outputs.append(torch.zeros_like(inputs[-1]))
-        for residual in residuals:
-            outputs[-1] -= residual.float().flatten(0, -2)
+    def watch(number: int, place: Place) -> list[Any]:
+        def keep_input(module: object, arguments: tuple[Any, ...]) -> None:
+            hidden, *residuals = check_arguments(place, arguments)
+            inputs[number].append(hidden.float().flatten(0, -2))
+            outputs[number].append(torch.zeros_like(inputs[number][-1]))
+            for residual in residuals:
+                outputs[number][-1] -= residual.float().flatten(0, -2)
 
-    def keep_output(module: object, arguments: object, output: Tensor) -> None:
-        outputs[-1] += check_output(place, output).float().flatten(0, -2)
+        def keep_output(module: object, arguments: object, output: Tensor) -> None:
+            outputs[number][-1] += check_output(place, output).float().flatten(0, -2)
 
-    hooks = [
-        place.modules[0].register_forward_pre_hook(keep_input),
-        place.modules[-1].register_forward_hook(keep_output),
-    ]
+        first = place.modules[0].register_forward_pre_hook(keep_input)
+        return [first, place.modules[-1].register_forward_hook(keep_output)]
+
+    hooks = [hook for number, place in enumerate(places) for hook in watch(number, place)]
     try:
         with mode(model, training=False):
             for batch in batches:
@@ -70,7 +85,7 @@ def activations(model: Any, place: Place, batches: list[Tensor]) -> tuple[Tensor
     finally:
         for hook in hooks:
             hook.remove()
-    return torch.cat(inputs), torch.cat(outputs)
+    return [torch.cat(parts) for parts in inputs], [torch.cat(parts) for parts in outputs]
 
 
 @torch.no_grad()

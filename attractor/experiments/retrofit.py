@@ -1,0 +1,205 @@
+"""A real model learns a domain it knows badly: full fine-tuning, LoRA, APN beside its FFNs, and the guard.
+
+    attractor experiment retrofit --domain law=german.txt --retain news=news.txt --jobs 2
+
+SmolLM2-135M (dequantised from 4 bits) sees the same tokens by every method; each has its best learning rate
+of the same few on the first domain's validation text, and is taken where it predicts its own domain's
+validation text best. Retention is measured on texts that nobody trains on, in windows of 256 tokens.
+"""
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import numpy as np
+import torch
+
+from attractor.config import APNConfig
+from attractor.continual.guard import Guard
+from attractor.data import read_text
+from attractor.distributed import parse_device
+from attractor.evaluate import autocast, token_losses
+from attractor.experiments.adapting import blocks
+from attractor.experiments.grid import Report, Settings, Values, run_cells
+from attractor.experiments.result import write_result
+from attractor.experiments.statistics import interval
+from attractor.model import GPT
+
+Size = Literal["smoke", "full"]
+METHODS = ("full fine-tune", "LoRA on FFN", "APN beside")
+LORA = "LoRA on FFN"
+APN_ROW = "APN beside"
+DOMAINS = {"first-folio": "first-folio"}
+RETAINED = {"kjv": "kjv", "python": "python"}
+PLANS: dict[str, dict[str, Any]] = {
+    "smoke": {"steps": 2, "batch_size": 1, "context": 32, "rates": (1e-3,), "train": 4000, "held_out": 400,
+              "evaluations": 1, "apn": {"num_patches": 8, "top_k": 2, "rank": 4}},
+    "full": {"steps": 300, "batch_size": 16, "context": 256, "rates": (1e-4, 3e-4, 1e-3, 3e-3),
+             "train": 3_000_000, "held_out": 150_000, "evaluations": 4,
+             "apn": {"num_patches": 32, "top_k": 4, "rank": 32}},
+}  # fmt: skip
+"""`train` and `held_out` are characters; a domain holds out as much to choose by and as much to test on."""
+
+
+def work(settings: Settings, folder: Path) -> Values:
+    """One method on one domain with one rate."""
+    from attractor.hf import CausalLM
+    from attractor.hf.net import Retrofit
+    from attractor.hf.pretrained import load_pretrained
+    from attractor.hf.teach import teach
+
+    torch.set_float32_matmul_precision("high")
+    plan, device = PLANS[settings["size"]], torch.device(settings["device"])
+    model, tokenizer = load_pretrained(settings["model"], device=device)
+    pristine = CausalLM(Retrofit(copy.deepcopy(model)), None, context=plan["context"])
+    text = (folder / "texts" / f"{settings['domain']}.txt").read_text()
+    held_out = plan["held_out"]
+    pieces = text[: -2 * held_out], text[-2 * held_out : -held_out], text[-held_out:]
+    train, validation, test = (tokenizer.encode(piece) for piece in pieces)
+    texts = {"B": test} | {
+        name: tokenizer.encode((folder / "texts" / f"{name}.txt").read_text()[-held_out:])
+        for name in settings["retained"]
+    }
+
+    def losses(predictor: Any) -> dict[str, Any]:
+        found = {
+            name: token_losses(predictor, tokens, batch_size=8, autocast=lambda: autocast(device, "auto"))
+            for name, tokens in texts.items()
+        }
+        return {name: blocks(part.double().cpu().numpy()) for name, part in found.items()}
+
+    torch.manual_seed(settings["seed"])
+    learner, parameters = prepare(settings["method"], model, train, plan, settings["seed"])
+    best: dict[str, Any] = {}
+
+    def keep() -> None:
+        guard = Guard({"base": cast(GPT, pristine), "adapted": cast(GPT, learner)}).to(device).eval()
+        best.update(
+            alone=losses(learner), guarded=losses(guard), bound=guard.bound(plan["context"]) / plan["context"]
+        )
+
+    before = losses(pristine)
+    done = teach(
+        learner, parameters, train, validation, steps=plan["steps"], batch_size=plan["batch_size"],
+        learning_rate=settings["rate"], evaluations=plan["evaluations"], seed=settings["seed"], keep=keep,
+    )  # fmt: skip
+    return {"before": before, **best, **done, "parameters": sum(p.numel() for p in pristine.parameters())}
+
+
+def prepare(
+    method: str, model: Any, train: np.ndarray, plan: dict[str, Any], seed: int
+) -> tuple[Any, list[Any]]:
+    """The model as the method changes it, and what of it learns."""
+    from attractor.hf import CausalLM
+    from attractor.hf.net import Retrofit
+
+    net = Retrofit(model)
+    if method == "full fine-tune":
+        return CausalLM(net, None, context=plan["context"]), list(model.parameters())
+    if method == LORA:
+        import peft
+
+        names = ["gate_proj", "up_proj", "down_proj"]
+        peft.get_peft_model(model, peft.LoraConfig(r=16, lora_alpha=32, target_modules=names))  # in place
+        return CausalLM(net, None, context=plan["context"]), [
+            p for p in model.parameters() if p.requires_grad
+        ]
+    rows = min(32, len(train) // plan["context"])
+    sample = torch.from_numpy(train[: rows * plan["context"]].reshape(rows, -1))
+    config = APNConfig(**plan["apn"])
+    net.add("new", config, prototypes="kmeans", sample=sample, seed=seed, dtype=torch.float32)
+    return CausalLM(net, "new", context=plan["context"]), net.trainable_parameters()
+
+
+def run(
+    size: Size,
+    folder: Path,
+    result: Path,
+    *,
+    model: str = "smollm2-135m",
+    domains: Mapping[str, str] = DOMAINS,
+    retained: Mapping[str, str] = RETAINED,
+    device: str | None = None,
+    jobs: int = 1,
+    seed: int = 0,
+    report: Report = lambda record: None,
+) -> dict[str, Any]:
+    plan = PLANS[size]
+    write_texts(folder, plan, domains, retained)
+    first, *_ = domains
+
+    def cell(domain: str, method: str, rate: float) -> dict[str, Settings]:
+        settings = {"size": size, "model": model, "domain": domain, "method": method, "rate": rate,
+                    "seed": seed, "retained": list(retained), "device": str(parse_device(device)),
+                    "plan": {key: value for key, value in plan.items() if key != "rates"}}  # fmt: skip
+        return {f"{domain}-{method.replace(' ', '_')}-{rate:g}-{seed}": settings}
+
+    def all_of(cells: Sequence[dict[str, Settings]]) -> list[Values]:
+        joined = {name: settings for part in cells for name, settings in part.items()}
+        done = run_cells(joined, work, folder, jobs=jobs, report=report)
+        return [done[next(iter(part))] for part in cells]
+
+    grid = [(method, rate) for method in METHODS for rate in plan["rates"]]
+    tried = dict(zip(grid, all_of([cell(first, method, rate) for method, rate in grid]), strict=True))
+    rates = {m: min(plan["rates"], key=lambda rate, m=m: tried[m, rate]["best"]) for m in METHODS}  # type: ignore[misc]
+    pairs = [(domain, method) for domain in domains for method in METHODS]
+    found = dict(zip(pairs, all_of([cell(d, m, rates[m]) for d, m in pairs]), strict=True))
+    values = {
+        "experiment": "retrofit", "size": size, "model": model, "seed": seed, "rates": rates,
+        "tried": {f"{method} {rate:g}": part["best"] for (method, rate), part in tried.items()},
+        "domains": {domain: {method: row(found[domain, method], found[domain, LORA], list(retained))
+                             for method in METHODS} for domain in domains},
+        "plan": {**plan, "rates": list(plan["rates"])},
+    }  # fmt: skip
+    write_result(result, values)
+    return values
+
+
+def write_texts(folder: Path, plan: dict[str, Any], *sources: Mapping[str, str]) -> None:
+    (folder / "texts").mkdir(parents=True, exist_ok=True)
+    for name, source in (pair for part in sources for pair in part.items()):
+        text = read_text(source)
+        if len(text) < 4 * plan["held_out"]:
+            raise ValueError(f"{source!r} has {len(text):,} characters; {4 * plan['held_out']:,} are needed")
+        held_out = 2 * plan["held_out"]
+        (folder / "texts" / f"{name}.txt").write_text(text[:-held_out][: plan["train"]] + text[-held_out:])
+
+
+def row(cell: Values, lora: Values, retained: Sequence[str]) -> dict[str, Any]:
+    """Perplexities of the new domain and of what should be kept, alone and behind the guard."""
+    told: dict[str, Any] = {
+        key: cell[key] for key in ("trained", "parameters", "seconds", "tokens", "best_step")
+    }
+    told["before"] = {name: math.exp(part["loss"]) for name, part in cell["before"].items()}
+    for way in ("alone", "guarded"):
+        rises = {
+            name: math.expm1(cell[way][name]["loss"] - cell["before"][name]["loss"]) for name in retained
+        }
+        ours, theirs = cell[way]["B"]["blocks"], lora["alone"]["B"]["blocks"]
+        told[way] = {
+            "B": math.exp(cell[way]["B"]["loss"]), "rises": rises, "worst_rise": max(rises.values()),
+            "B_over_lora": math.exp(cell[way]["B"]["loss"] - lora["alone"]["B"]["loss"]),
+            "B_over_lora_interval": [
+                math.exp(bound) for bound in interval([[a - b for a, b in zip(ours, theirs, strict=True)]])
+            ],
+        }  # fmt: skip
+    return told
+
+
+def table(values: dict[str, Any]) -> str:
+    lines = []
+    for domain, rows in values["domains"].items():
+        before = next(iter(rows.values()))["before"]["B"]
+        lines.append(f"{domain}: perplexity before {before:.3f}")
+        lines.append(f"  {'':28s}{'B':>9s}{'over LoRA':>11s}{'worst rise':>12s}{'trained':>10s}{'rate':>9s}")
+        for method, told in rows.items():
+            for way in ("alone", "guarded"):
+                name = method if way == "alone" else "    behind the guard"
+                part, rise = told[way], 100 * told[way]["worst_rise"]
+                lines.append(
+                    f"  {name:28s}{part['B']:9.3f}{part['B_over_lora']:11.4f}{rise:+11.2f}%"
+                    f"{told['trained'] / 1e6:9.2f}M{values['rates'][method]:9g}"
+                )
+    return "\n".join(lines)
