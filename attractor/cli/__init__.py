@@ -13,6 +13,7 @@ from attractor.cli.continual import Adapt, Monitor, Overlays
 from attractor.cli.data import DataList, DataPrepare
 from attractor.cli.experiments import Demo, ExperimentList, Forgetting, Shifts, Table1, Table2
 from attractor.cli.models import Info, Sample, Train
+from attractor.cli.report import Report
 from attractor.continual.update import NotFiniteUpdate
 from attractor.corpora import CorpusUnavailable
 from attractor.experiments.grid import CellsFailed, GridStopped
@@ -47,6 +48,7 @@ def _commands() -> Any:
             | Annotated[Shifts, verb("shifts")],
             verb("experiment", description="Reproduce a table or a figure."),
         ]
+        | Annotated[Report, verb("report")]
         | Annotated[
             Annotated[BenchLayer, verb("layer")]
             | Annotated[BenchTrain, verb("train")]
