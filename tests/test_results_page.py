@@ -220,7 +220,7 @@ def test_numbers_are_those_of_the_json(whole, shifts_values):
         low, high = alone["forgetting_interval"]
         assert cells[8][0] == f"{alone['forgetting']:.4f} {low:.4f} to {high:.4f}"
         assert cells[0][0] == f"{told['A_before']:.3f}"
-        assert [text for text, _ in cells[14:18]] == ["0.23M", "0.12M", "0.5 MB", "16 B"]
+        assert [text for text, _ in cells[14:18]] == ["0.23M", "0.12M", "493.8 kB", "16 B"]
 
 
 def test_tables_can_be_sorted(whole):

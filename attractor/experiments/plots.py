@@ -97,6 +97,7 @@ def pareto(rows: Rows, numbers: Mapping[str, int], name: str, *, faint: bool = F
         for method in found for way, spot in found[method].items()
     }  # fmt: skip
     points = [Box(x - 5, y - 5, x + 5, y + 5) for x, y in at.values()]
+    points.append(_hint_box(frame, frame.box.top + 14))
     labels = keep_apart([(*at[method, "alone"], method) for method in order], points, frame.box)
     groups = []
     for method, label in zip(order, labels, strict=True):
@@ -137,6 +138,11 @@ def _front(frame: Frame, spots: Sequence[Spot]) -> str:
     return f'<path class="front" d="{path}H{frame.box.right}"/>' if path else ""
 
 
+def _hint_box(frame: Frame, y: float) -> Box:
+    """Where the corner is that says which way is better."""
+    return Box(frame.box.left, y - 12, frame.box.left + 56, y + 4)
+
+
 def _left_out(rows: Rows, found: Mapping[str, Any]) -> str:
     missing = [method for method in rows if method not in found]
     if not missing:
@@ -168,7 +174,7 @@ def trajectories(rows: Rows, numbers: Mapping[str, int], name: str, *, faint: bo
     frame = Frame([p["B"] for p in inside], [p["A"] for p in inside], *titles)
     order = sorted(found, key=lambda method: method not in chosen)
     ends = [(frame.x(ways[-1]["B"]), frame.y(ways[-1]["A"])) for ways in (found[m] for m in order)]
-    points = []  # along the lines, for labels to stay off them
+    points = [_hint_box(frame, frame.box.bottom - 8)]  # and along the lines: labels stay off them
     for p, q in (pair for method in order if method in chosen for pair in pairwise(found[method])):
         for share in (0, 0.25, 0.5, 0.75, 1):
             x, y = (frame.x(_between(p["B"], q["B"], share)), frame.y(_between(p["A"], q["A"], share)))

@@ -63,7 +63,7 @@ def count(value: float | None) -> Cell:
 def size(nbytes: float | None) -> Cell:
     if nbytes is None or nbytes < 1e3:
         return number(nbytes, ",.0f", unit=" B")
-    unit, word = (1e3, "kB") if nbytes < 1e5 else (1e6, "MB")
+    unit, word = (1e3, "kB") if nbytes < 1e6 else (1e6, "MB")
     return Cell(f"{nbytes / unit:,.1f} {word}", nbytes)
 
 
