@@ -110,7 +110,7 @@ def _shift(source: str, shift: str, rows: Rows, numbers: Mapping[str, int]) -> s
     seeds = len(next(iter(rows.values()))["best_steps"])
     caption = (
         f"{title}: {seeds} seed{'s' if seeds > 1 else ''}; behind the guard no text can lose more than "
-        f"{bound:.5f} nats per byte"
+        f"{bound:.5f} nats per byte over a whole window"
     )
     return f"""<h4>{escape(title)}</h4>
 <div class="columns">
