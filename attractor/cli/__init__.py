@@ -23,6 +23,7 @@ from attractor.cli.experiments import (
     Table2,
 )
 from attractor.cli.models import Info, Sample, Train
+from attractor.cli.report import Report
 from attractor.cli.retrofit import RetrofitModel
 from attractor.continual.update import NotFiniteUpdate
 from attractor.corpora import CorpusUnavailable
@@ -62,6 +63,7 @@ def _commands() -> Any:
             | Annotated[RetrofitExperiment, verb("retrofit")],
             verb("experiment", description="Reproduce a table or a figure."),
         ]
+        | Annotated[Report, verb("report")]
         | Annotated[
             Annotated[BenchLayer, verb("layer")]
             | Annotated[BenchTrain, verb("train")]

@@ -8,29 +8,14 @@ import math
 from html import escape
 from typing import Any
 
+from attractor.experiments.charts import LOOK, Ticks, place, ticks
+
 TITLES = {"dense": "Dense", "apn": "APN"}
 
 Row = dict[str, Any]
 Records = list[dict[str, Any]]
-Ticks = dict[float, str]
 
-CSS = """
-:root { color-scheme: light dark; --paper: #fdfdfb; --ink: #1d2125; --muted: #646c75; --rule: #dfe0db;
-  --dense: #5672a8; --apn: #cb4b12; --even: #217a4b; --uneven: #96650a; --collapsed: #b3261e; }
-@media screen and (prefers-color-scheme: dark) {
-  :root { --paper: #15171a; --ink: #e6e7e4; --muted: #9aa2ab; --rule: #33373d;
-    --dense: #8eaae0; --apn: #ff8a50; --even: #6cc795; --uneven: #e3b04b; --collapsed: #ff8a80; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 58rem; padding: clamp(1.5rem, 5vw, 4rem) clamp(1.1rem, 4vw, 2.5rem);
-  background: var(--paper); color: var(--ink); font: 1rem/1.6 system-ui, -apple-system, "Segoe UI", Roboto,
-  "Helvetica Neue", "Liberation Sans", Arial, sans-serif; }
-h1 { margin: 0 0 1.2rem; font-size: clamp(1.8rem, 5vw, 2.6rem); line-height: 1.15; letter-spacing: -0.02em; }
-h2 { margin: 3.5rem 0 0.6rem; font-size: 1.3rem; letter-spacing: -0.01em; }
-h3 { margin: 0; font-size: 1rem; }
-p { margin: 0 0 1rem; max-width: 44rem; }
-.muted, footer, .key, .y-title, .x-title, .tick { color: var(--muted); font-size: 0.85rem; }
-.finding { border-left: 3px solid var(--apn); padding-left: 1rem; font-size: 1.1rem; }
-.dense { --colour: var(--dense); } .apn { --colour: var(--apn); }
+CSS = """.dense { --colour: var(--dense); } .apn { --colour: var(--apn); }
 table { width: 100%; border-collapse: collapse; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.55rem 0 0.55rem 1rem; border-bottom: 1px solid var(--rule); text-align: right; }
 table + p, .columns + p { margin-top: 1.5rem; }
@@ -93,7 +78,8 @@ def render(result: dict[str, Any], metrics: dict[str, Records]) -> str:
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Attractor: dense against APN</title>
-<style>{CSS}</style>
+<style>
+{LOOK}{CSS}</style>
 </head>
 <body>
 <h1>A dense model and an Attractor Patch Network, side by side</h1>
@@ -248,10 +234,10 @@ def _loss_chart(metrics: dict[str, Records], first_step: int) -> str:
     }
     steps = [step for points in curves.values() for step, _ in points]
     losses = [loss for points in curves.values() for _, loss in points]
-    x, y = _ticks(0, max(steps), 6), _ticks(min(losses), max(losses), 7)
+    x, y = ticks(0, max(steps), 6), ticks(min(losses), max(losses), 7)
     marks = ""
     for (model, kind), points in curves.items():
-        placed = [(_place(step, x), 100 - _place(loss, y)) for step, loss in points]
+        placed = [(place(step, x), 100 - place(loss, y)) for step, loss in points]
         marks += f'<path class="{model} {kind}" d="M{" L".join(f"{px:.2f} {py:.2f}" for px, py in placed)}"/>'
         if kind == "val":
             marks += "".join(
@@ -265,13 +251,13 @@ def _loss_chart(metrics: dict[str, Records], first_step: int) -> str:
 def _layer(number: str, layer: dict[str, Any], top: float) -> str:
     word, sentence = verdict(layer)
     shares = {patch: 100 * share for patch, share in enumerate(layer["usage"])}
-    y, width = _ticks(0, top, 3, "%"), 100 / len(shares)
+    y, width = ticks(0, top, 3, "%"), 100 / len(shares)
     marks = "".join(
-        f'<rect x="{place * width:.2f}" width="{0.75 * width:.2f}" y="{100 - _place(shares[patch], y):.2f}" '
-        f'height="{_place(shares[patch], y):.2f}"><title>{_patch(layer, patch)}</title></rect>'
-        for place, patch in enumerate(sorted(shares, key=lambda patch: -shares[patch]))
+        f'<rect x="{column * width:.2f}" width="{0.75 * width:.2f}" y="{100 - place(shares[patch], y):.2f}" '
+        f'height="{place(shares[patch], y):.2f}"><title>{_patch(layer, patch)}</title></rect>'
+        for column, patch in enumerate(sorted(shares, key=lambda patch: -shares[patch]))
     )
-    marks += f'<path class="uniform" d="M0 {100 - _place(width, y):.2f}H100"/>'  # 100% over all patches
+    marks += f'<path class="uniform" d="M0 {100 - place(width, y):.2f}H100"/>'  # 100% over all patches
     numbers = {
         "Usage entropy": f"{layer['usage_entropy']:.2f} of {math.log(len(shares)):.2f}",
         "Dead patches": f"{layer['dead_patches']} of {len(shares)}",
@@ -307,12 +293,12 @@ def _token(text: str) -> str:
 
 
 def _chart(marks: str, x: Ticks, y: Ticks, x_title: str, y_title: str, description: str) -> str:
-    grid = "".join(f'<path class="grid" d="M0 {100 - _place(value, y):.2f}H100"/>' for value in y)
+    grid = "".join(f'<path class="grid" d="M0 {100 - place(value, y):.2f}H100"/>' for value in y)
     labels = "".join(
-        f'<span class="tick y" style="bottom: {_place(value, y):.2f}%">{text}</span>'
+        f'<span class="tick y" style="bottom: {place(value, y):.2f}%">{text}</span>'
         for value, text in y.items()
     ) + "".join(
-        f'<span class="tick x" style="left: {_place(value, x):.2f}%">{text}</span>'
+        f'<span class="tick x" style="left: {place(value, x):.2f}%">{text}</span>'
         for value, text in x.items()
     )
     return (
@@ -320,22 +306,6 @@ def _chart(marks: str, x: Ticks, y: Ticks, x_title: str, y_title: str, descripti
         f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="{description}">'
         f'{grid}{marks}</svg>{labels}</div><p class="x-title">{x_title}</p></figure>'
     )
-
-
-def _ticks(low: float, high: float, most: int, unit: str = "") -> Ticks:
-    """Round numbers around what is to be drawn; the axis runs from the first to the last."""
-    span = (high - low) or 1.0
-    size = 10 ** math.floor(math.log10(span / most))
-    step = next(size * factor for factor in (1, 2, 5, 10) if size * factor * most >= span * (1 - 1e-9))
-    first, last = math.floor(low / step + 1e-9), math.ceil((low + span) / step - 1e-9)
-    digits = max(0, -math.floor(math.log10(step)))
-    return {number * step: f"{number * step:.{digits}f}{unit}" for number in range(first, last + 1)}
-
-
-def _place(value: float, ticks: Ticks) -> float:
-    """Where a value lies on an axis, in percent."""
-    low, high = min(ticks), max(ticks)
-    return 100 * (value - low) / (high - low)
 
 
 def _sample(text: str, prompt: str) -> str:

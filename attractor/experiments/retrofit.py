@@ -85,7 +85,8 @@ def work(settings: Settings, folder: Path) -> Values:
         learner, parameters, train, validation, steps=plan["steps"], batch_size=plan["batch_size"],
         learning_rate=settings["rate"], evaluations=plan["evaluations"], seed=settings["seed"], keep=keep,
     )  # fmt: skip
-    return {"before": before, **best, **done, "parameters": sum(p.numel() for p in pristine.parameters())}
+    size = sum(parameter.numel() for parameter in pristine.parameters())
+    return {"before": before, **best, "taught": done, "parameters": size}
 
 
 def prepare(
@@ -143,12 +144,12 @@ def run(
 
     grid = [(method, rate) for method in METHODS for rate in plan["rates"]]
     tried = dict(zip(grid, all_of([cell(first, method, rate) for method, rate in grid]), strict=True))
-    rates = {m: min(plan["rates"], key=lambda rate, m=m: tried[m, rate]["best"]) for m in METHODS}  # type: ignore[misc]
+    rates = {m: min(plan["rates"], key=lambda rate, m=m: tried[m, rate]["taught"]["best"]) for m in METHODS}  # type: ignore[misc]
     pairs = [(domain, method) for domain in domains for method in METHODS]
     found = dict(zip(pairs, all_of([cell(d, m, rates[m]) for d, m in pairs]), strict=True))
     values = {
         "experiment": "retrofit", "size": size, "model": model, "seed": seed, "rates": rates,
-        "tried": {f"{method} {rate:g}": part["best"] for (method, rate), part in tried.items()},
+        "tried": {f"{method} {rate:g}": part["taught"]["best"] for (method, rate), part in tried.items()},
         "domains": {domain: {method: row(found[domain, method], found[domain, LORA], list(retained))
                              for method in METHODS} for domain in domains},
         "plan": {**plan, "rates": list(plan["rates"])},
@@ -169,9 +170,8 @@ def write_texts(folder: Path, plan: dict[str, Any], *sources: Mapping[str, str])
 
 def row(cell: Values, lora: Values, retained: Sequence[str]) -> dict[str, Any]:
     """Perplexities of the new domain and of what should be kept, alone and behind the guard."""
-    told: dict[str, Any] = {
-        key: cell[key] for key in ("trained", "parameters", "seconds", "tokens", "best_step")
-    }
+    told: dict[str, Any] = {key: cell["taught"][key] for key in ("trained", "seconds", "tokens", "best_step")}
+    told["parameters"] = cell["parameters"]
     told["before"] = {name: math.exp(part["loss"]) for name, part in cell["before"].items()}
     for way in ("alone", "guarded"):
         rises = {

@@ -1,0 +1,156 @@
+"""Tables of single experiments: the promises of `forgetting`, the paper's two tables, options and matches."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from attractor.experiments.readings import Result
+from attractor.experiments.tables import Cell, Column, Table, count, name, number, size
+
+SENSITIVITY = {
+    "val_ppl": ("validation perplexity", ".3f"), "usage_entropy": ("usage entropy", ".3f"),
+    "overlap": ("overlap", ".4f"), "forgetting": ("forgetting, nats", ".4f"),
+    "parameters": ("parameters", ""), "multiply_adds_per_token": ("multiply-adds per token", ""),
+}  # fmt: skip
+
+
+def promises(result: Result) -> Table:
+    """What must hold, what was found, and whether that is enough."""
+    columns = [Column("promise", words=True), Column("worst figure"), Column("must be"),
+               Column("verdict", words=True), Column("worst case", words=True)]  # fmt: skip
+    lines = []
+    for row in result.values["shows"]:
+        sign = "\u2265" if row["at_least"] else "\u2264"
+        worst = next((case for case, figure in row["figures"].items() if figure == row["worst"]), "")
+        if not math.isfinite(row["worst"]):
+            verdict = Cell("not measured", "not measured", kind="bad" if result.judged else "")
+        elif not result.judged:
+            verdict = Cell("not judged at this size", "not judged")
+        else:
+            verdict = (
+                Cell("holds", "holds", kind="good") if row["holds"] else Cell("missed", "missed", kind="bad")
+            )
+        must = Cell(f"{sign} {row['must']:g}", row["must"])
+        close = row["worst"] != row["must"] and f"{row['worst']:.4f}" == f"{row['must']:.4f}"
+        figure = number(row["worst"], ".7f" if close else ".4f")  # rounding must not hide on which side it is
+        lines.append([name(row["what"]), figure, must, verdict, name(worst)])
+    return Table("What the guard promises", columns, lines)
+
+
+def figures(result: Result) -> Table:
+    """Every figure behind the promises."""
+    columns = [Column("promise", words=True), Column("case", words=True), Column("figure")]
+    lines = [
+        [name(row["what"]), name(case), number(figure, ".4f", row.get("intervals", {}).get(case))]
+        for row in result.values["shows"] for case, figure in row["figures"].items()
+    ]  # fmt: skip
+    return Table("Every figure, with its 95 % interval where there is one", columns, lines)
+
+
+def harm(result: Result) -> Table:
+    found = result.values["harm"]
+    columns = [Column("overlay", words=True), Column("alone", "loss of A, nats"),
+               Column("guarded", "loss of A, nats"), Column("rise of A's perplexity, guarded")]  # fmt: skip
+    lines = [
+        [name(overlay), number(part["alone"], ".4f"), number(part["guarded"], ".4f"),
+         Cell(f"{part['rise']:.4%}", part["rise"])]
+        for overlay, part in found["overlays"].items()
+    ]  # fmt: skip
+    caption = (
+        f"Overlays made to ruin A, whose loss was {found['before']:.4f}; the bound allows a rise of "
+        f"{found['bound']:.4%}"
+    )
+    return Table(caption, columns, lines)
+
+
+def table1(result: Result) -> Table:
+    columns = [Column("model", words=True), Column("validation perplexity"), Column("random batches"),
+               Column("best step"), Column("parameters"), Column("active"), Column("multiply-adds per token"),
+               Column("seconds"), Column("tokens per second", main=False), Column("MFU", main=False),
+               Column("peak memory", main=False), Column("usage entropy")]  # fmt: skip
+    lines = []
+    for model, row in result.values["rows"].items():
+        lines.append([
+            name(model), number(row["val_ppl"]), number(row["val_ppl_random_batches"]),
+            number(row["best_step"], "d"), count(row["parameters"]), count(row["active_parameters"]),
+            count(row["multiply_adds_per_token"]), number(row["training_seconds"], ".0f"),
+            number(row["tokens_per_second"], ",.0f"), number(row.get("mfu"), ".3f"),
+            size(row.get("peak_memory_bytes")), number(row.get("usage_entropy"), ".2f"),
+        ])  # fmt: skip
+        if paper := (result.values.get("paper") or {}).get(model):
+            none = number(None)
+            lines.append([
+                name(f"{model}, in the paper"), none, number(paper["val_ppl"], ".2f"), none,
+                count(paper["parameters"]), none, none, number(paper["minutes"] * 60, ".0f"), none,
+                number(paper["mfu"], ".3f"), none, none,
+            ])  # fmt: skip
+    return Table("Random batches are the paper's way to evaluate", columns, lines)
+
+
+def table2(result: Result) -> list[Table]:
+    """One table for each protocol."""
+    points = {"before": "before", "best": "best", "end": "after"}
+    columns = [Column("what learns", words=True)]
+    columns += [Column(title, f"perplexity of {domain}") for domain in "AB" for title in points]
+    columns += [Column("best step"), Column("trained"), Column("changed"),
+                Column("usage entropy", main=False), Column("seconds", main=False)]  # fmt: skip
+    tables = []
+    for protocol, part in result.values["protocols"].items():
+        lines = []
+        for method, row in part["rows"].items():
+            line = [name(method), *(number(row[key][x], ".2f") for x in "AB" for key in points.values())]
+            line += [number(row["best"]["step"], "d"), count(row["trainable"]), count(row["changed"])]
+            lines.append([*line, number(row.get("usage_entropy"), ".2f"), number(row["seconds"], ".0f")])
+            if protocol == "paper" and (paper := (result.values.get("paper") or {}).get(method)):
+                known = [number(paper.get(f"{x}_{key}"), ".2f") for x in "AB" for key in points.values()]
+                lines.append([name(f"{method}, in the paper"), *known, *[number(None)] * 5])
+        settings = part["settings"]
+        chosen = "validation text" if settings["stops_early"] else "held-out text itself"
+        tables.append(Table(
+            f"The {protocol} protocol: {settings['steps']} steps of {settings['batch_size']} sequences, "
+            f"learning rate {settings['learning_rate']:g}, {part['train_tokens']:,} tokens of B; "
+            f"best by B's {chosen}",
+            columns, lines,
+        ))  # fmt: skip
+    return tables
+
+
+def sensitivity(result: Result) -> Table:
+    """Known columns that some row has, in their order, and then whatever else is a number."""
+    rows: Mapping[str, Mapping[str, Any]] = result.values["rows"]
+    found = list(dict.fromkeys(key for row in rows.values() for key in row if key != "changed"))
+    keys = [key for key in SENSITIVITY if key in found]
+    keys += [key for key in found if key not in keys and all(_is_number(r.get(key)) for r in rows.values())]
+    columns = [Column("layer", words=True), Column("what is changed", words=True)]
+    columns += [Column(SENSITIVITY.get(key, (key.replace("_", " "), ""))[0]) for key in keys]
+    lines = []
+    for title, row in rows.items():
+        line = [name(title), name(str(row.get("changed") or "nothing"))]
+        for key in keys:
+            form = SENSITIVITY[key][1] if key in SENSITIVITY else ".4g"
+            line.append(number(row.get(key), form) if form else count(row.get(key)))
+        lines.append(line)
+    return Table("One option changed at a time", columns, lines)
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def match(result: Result) -> Table:
+    columns = [Column("text", words=True), Column("model", words=True),
+               Column("validation loss, nats"), Column("perplexity"), Column("seeds"), Column("parameters"),
+               Column("multiply-adds per token")]  # fmt: skip
+    lines = []
+    for dataset, models in result.values["datasets"].items():
+        for model, row in models.items():
+            losses = [row["val_loss"]] if isinstance(row["val_loss"], int | float) else row["val_loss"]
+            mean = sum(losses) / len(losses)
+            spread = (min(losses), max(losses)) if len(losses) > 1 else None
+            perplexity = math.exp(mean) if mean < 700 else math.inf
+            lines.append([
+                name(dataset), name(model), number(mean, ".4f", spread), number(perplexity),
+                number(len(losses), "d"), count(row.get("parameters")),
+                count(row.get("multiply_adds_per_token")),
+            ])  # fmt: skip
+    return Table("Mean over seeds, and the smallest and largest", columns, lines)
