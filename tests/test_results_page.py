@@ -111,6 +111,17 @@ MATCH = {
 }  # fmt: skip
 
 
+RETROFIT_WAY = {"B": 12.345, "rises": {"news": 0.0125}, "worst_rise": 0.0125, "B_over_lora": 1.0375,
+                "B_over_lora_interval": [1.03125, 1.0625]}  # fmt: skip
+RETROFIT = {
+    "experiment": "retrofit", "size": "full", "model": "smollm2-135m", "rates": {"APN <beside>": 0.003},
+    "domains": {"law": {"APN <beside>": {
+        "trained": 5_000_000, "parameters": 135_000_000, "seconds": 61.5, "tokens": 1000, "best_step": 225,
+        "before": {"B": 45.678, "news": 21.5}, "alone": RETROFIT_WAY,
+        "guarded": RETROFIT_WAY | {"worst_rise": -0.0025}}}},
+}  # fmt: skip
+
+
 class Page(HTMLParser):
     """Tables as rows of (text, attributes), and what else is to be looked at."""
 
@@ -467,3 +478,15 @@ def test_a_cell_cannot_break_its_table():
     table = Table("", [Column("a", "group"), Column("b", main=False), Column("c")],
                   [[Cell("x | y\nz"), Cell("unseen"), number(-0.0001, ".2f", (-1.0, 1.0))]])  # fmt: skip
     assert markdown(table) == "| group, a | c |\n| ---: | ---: |\n| x \\| y z | 0.00 (-1.00 to 1.00) |"
+
+
+def test_retrofits(tmp_path):
+    text = page.render([Result(tmp_path / "retrofit.json", RETROFIT)])
+    (found,) = Page(text).tables
+    shown = [cell for cell, _ in found["rows"][-1]]
+    assert shown[0] == "APN <beside>"
+    assert {"12.345", "+1.25%", "-0.25%", "0.003"} <= set(shown)
+    assert "smollm2-135m learns law: perplexity before 45.678; retained news 21.500" in text
+    (tmp_path / "retrofit.json").write_text(json.dumps(RETROFIT))
+    files = results_doc.render([read(tmp_path / "retrofit.json")], tmp_path / "r.md", tmp_path / "r.html")
+    assert "1.0375" in files[tmp_path / "r.md"]

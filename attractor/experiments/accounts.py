@@ -1,4 +1,4 @@
-"""Tables of single experiments: the promises of `forgetting`, the paper's two tables, options and matches."""
+"""Tables of single experiments: promises of `forgetting`, the paper's tables, options, matches, retrofits."""
 
 import math
 from collections.abc import Mapping
@@ -154,3 +154,33 @@ def match(result: Result) -> Table:
                 count(row.get("multiply_adds_per_token")),
             ])  # fmt: skip
     return Table("Mean over seeds, and the smallest and largest", columns, lines)
+
+
+def retrofit(result: Result) -> list[Table]:
+    """One table for each domain."""
+    columns = [Column("method", words=True)]
+    columns += [Column(way, group) for group in ("perplexity of the domain", "over LoRA alone",
+                "worst rise of a retained text") for way in ("alone", "guarded")]  # fmt: skip
+    columns += [
+        Column("rate"),
+        Column("trained"),
+        Column("best step", main=False),
+        Column("seconds", main=False),
+    ]
+    tables = []
+    for domain, rows in result.values["domains"].items():
+        lines = []
+        for method, row in rows.items():
+            ways = [row[way] for way in ("alone", "guarded")]
+            line = [name(method), *(number(way["B"]) for way in ways)]
+            line += [number(way["B_over_lora"], ".4f", tuple(way["B_over_lora_interval"])) for way in ways]
+            line += [Cell(f"{way['worst_rise']:+.2%}", way["worst_rise"]) for way in ways]
+            line += [number(result.values["rates"][method], "g"), count(row["trained"])]
+            lines.append([*line, number(row["best_step"], "d"), number(row["seconds"], ".0f")])
+        before = next(iter(rows.values()))["before"]
+        kept = ", ".join(f"{text} {ppl:.3f}" for text, ppl in before.items() if text != "B")
+        caption = (
+            f"{result.values['model']} learns {domain}: perplexity before {before['B']:.3f}; retained {kept}"
+        )
+        tables.append(Table(caption, columns, lines))
+    return tables

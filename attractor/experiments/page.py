@@ -107,6 +107,7 @@ SECTIONS: dict[str, Callable[[Result, str], str]] = {
     "table2": lambda result, place: "".join(html(table) for table in accounts.table2(result)),
     "sensitivity": lambda result, place: html(accounts.sensitivity(result)),
     "match": lambda result, place: html(accounts.match(result)),
+    "retrofit": lambda result, place: "".join(html(table) for table in accounts.retrofit(result)),
 }
 
 

@@ -19,6 +19,7 @@ EXPERIMENTS = {
     "table2": "Adapting to a second domain: the paper's Table 2",
     "sensitivity": "What the options of a layer do",
     "match": "Models of like size on several texts",
+    "retrofit": "A pretrained model learns a domain",
 }
 
 

