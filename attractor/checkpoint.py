@@ -140,11 +140,21 @@ def find_model(path: str | Path) -> Path:
     return newest
 
 
-def load_model(path: str | Path, *, device: torch.device | str = "cpu") -> tuple[Path, GPT, Tokenizer | None]:
-    """Where a run, a checkpoint or a saved model was found, the model, and its tokenizer if it has one."""
-    folder = find_model(path)
+def load_model(
+    path: str | Path, *, device: torch.device | str = "cpu", model: GPT | None = None
+) -> tuple[Path, GPT, Tokenizer | None]:
+    """Where a run, a checkpoint or a saved model was found, the model, and its tokenizer if it has one.
+
+    With a `model` none is read: only what was saved beside it, such as the state of a learner.
+    """
+    if model is None:
+        folder = find_model(path)
+        model = GPT.from_pretrained(folder, device=device)
+    else:
+        folder = Path(path) / "learner" if (Path(path) / "learner").is_dir() else Path(path)
+        recover_folder(folder)
     tokens = folder / "tokenizer.json"
-    return folder, GPT.from_pretrained(folder, device=device), load(tokens) if tokens.is_file() else None
+    return folder, model, load(tokens) if tokens.is_file() else None
 
 
 State = dict[str, Any]

@@ -292,6 +292,26 @@ def test_guarded_learning():
     assert learner.perplexity(TEXT) == pytest.approx(before)
 
 
+def test_learners_come_back(tmp_path):
+    """What they save holds the retrofit: they go on with the model that is made of it."""
+    learner = GuardedLearner(causal(), config=GuardConfig(learn=LEARN))
+    learner.observe(TEXT, source="new")
+    learner.save(tmp_path / "guarded")
+    model = CausalLM(attractor.load_retrofit(tiny("llama"), tmp_path / "guarded"), context=32)
+    again = GuardedLearner.load(tmp_path / "guarded", model=model)
+    assert again.perplexity(TEXT) == learner.perplexity(TEXT)
+    assert again.overlays() == learner.overlays()
+    with pytest.raises(ValueError, match="not the one these overlays were made over"):
+        GuardedLearner.load(tmp_path / "guarded", model=causal("qwen3"))
+    plain = OnlineLearner(causal(), config=LEARN)
+    plain.observe(TEXT)
+    plain.save(tmp_path / "plain")
+    model = CausalLM(attractor.load_retrofit(tiny("llama"), tmp_path / "plain"), context=32)
+    again = OnlineLearner.load(tmp_path / "plain", model=model)
+    assert again.observe(TEXT).loss == plain.observe(TEXT).loss
+    assert again.totals == plain.totals
+
+
 def test_causal_saves_the_retrofit(tmp_path):
     model = causal()
     model.save_pretrained(tmp_path / "saved")

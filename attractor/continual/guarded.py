@@ -390,11 +390,15 @@ class GuardedLearner:
         config: GuardConfig | None = None,
         *,
         archive: str | Path | None = None,
+        model: GPT | None = None,
         device: torch.device | str = "cpu",
         precision: str = "auto",
     ) -> Self:
-        """A saved learner with its overlays, or a run or a model to start from."""
-        found, model, tokenizer = load_model(folder, device=device)
+        """A saved learner with its overlays, or a run or a model to start from.
+
+        A learner over another base than a GPT is given that `model`: the very one, or it is refused.
+        """
+        found, model, tokenizer = load_model(folder, device=device, model=model)
         if not (found / "guard.json").is_file():
             return cls(model, tokenizer, config, archive=archive, precision=precision)
         try:

@@ -430,11 +430,15 @@ class OnlineLearner:
         folder: str | Path,
         config: LearnConfig | None = None,
         *,
+        model: GPT | None = None,
         device: torch.device | str = "cpu",
         precision: str = "auto",
     ) -> Self:
-        """A saved learner, as it was; or a run or a model, to start learning with `config`."""
-        found, model, tokenizer = load_model(folder, device=device)
+        """A saved learner, as it was; or a run or a model, to start learning with `config`.
+
+        A learner of another model than a GPT is given that `model`, as it was when it was saved.
+        """
+        found, model, tokenizer = load_model(folder, device=device, model=model)
         if not (found / "learner.json").is_file():
             return cls(model, tokenizer, config, precision=precision)
         try:
