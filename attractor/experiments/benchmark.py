@@ -7,14 +7,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from attractor.config import RunConfig
 from attractor.distributed import parse_device
 from attractor.experiments import adapting, harm, streams
 from attractor.experiments.grid import Report, Settings, Values, run_cells
 from attractor.experiments.methods import METHODS
-from attractor.experiments.plan import HOME, MIXTURE, TARGETS, Plan, Size, plan_of, read_domains
+from attractor.experiments.plan import (
+    HOME,
+    MIXTURE,
+    TARGETS,
+    Plan,
+    Size,
+    device_of,
+    plan_of,
+    read_domains,
+    tensor_cores,
+)
 
 WORK: dict[str, Callable[[Settings, Path], Values]] = {
     "pretrain": adapting.pretrain,
@@ -43,8 +51,8 @@ class Variant:
 
 
 def work(settings: Settings, folder: Path) -> Values:
-    torch.set_float32_matmul_precision("high")
-    return WORK[settings["kind"]](settings, folder)
+    with tensor_cores(device_of(settings)):
+        return WORK[settings["kind"]](settings, folder)
 
 
 @dataclass

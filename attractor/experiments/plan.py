@@ -3,7 +3,8 @@
 import dataclasses
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -147,3 +148,15 @@ def load_base(folder: Path, name: str, device: torch.device) -> GPT:
 
 def device_of(settings: Settings) -> torch.device:
     return torch.device(settings["device"])
+
+
+@contextmanager
+def tensor_cores(device: torch.device) -> Iterator[None]:
+    """Products of float32 on a GPU may round their factors, as everybody's training does; for a while."""
+    before = torch.get_float32_matmul_precision()
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

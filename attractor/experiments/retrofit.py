@@ -23,6 +23,7 @@ from attractor.distributed import parse_device
 from attractor.evaluate import autocast, token_losses
 from attractor.experiments.adapting import blocks
 from attractor.experiments.grid import Report, Settings, Values, run_cells
+from attractor.experiments.plan import device_of, tensor_cores
 from attractor.experiments.result import write_result
 from attractor.experiments.statistics import interval
 from attractor.model import GPT
@@ -44,14 +45,18 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def work(settings: Settings, folder: Path) -> Values:
+    with tensor_cores(device_of(settings)):
+        return adapt(settings, folder)
+
+
+def adapt(settings: Settings, folder: Path) -> Values:
     """One method on one domain with one rate."""
     from attractor.hf import CausalLM
     from attractor.hf.net import Retrofit
     from attractor.hf.pretrained import load_pretrained
     from attractor.hf.teach import teach
 
-    torch.set_float32_matmul_precision("high")
-    plan, device = PLANS[settings["size"]], torch.device(settings["device"])
+    plan, device = PLANS[settings["size"]], device_of(settings)
     model, tokenizer = load_pretrained(settings["model"], device=device)
     pristine = CausalLM(Retrofit(copy.deepcopy(model)), None, context=plan["context"])
     text = (folder / "texts" / f"{settings['domain']}.txt").read_text()
