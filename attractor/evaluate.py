@@ -39,10 +39,10 @@ def evaluate(
             with autocast():
                 logits = model(inputs[mine].to(device))
             losses = F.cross_entropy(
-                logits.flatten(0, 1).float(), targets[mine].to(device).flatten(), reduction="sum"
+                logits.flatten(0, 1).float(), targets[mine].to(device).flatten(), reduction="none"
             )
             if len(inputs) > world.rank:  # else no window is left for us, and we keep the others company
-                total += float(losses.double())
+                total += float(losses.double().sum())
             count += number
     return float(world.sum(torch.tensor(total, dtype=torch.float64))) / count
 

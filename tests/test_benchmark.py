@@ -48,7 +48,7 @@ def situation(kind, **changes):
     base = GPT(plan.config(kind, 0).model).eval()
     rows = torch.randint(0, 256, (64, base.config.context + 1))
     background = rows.flatten()[:500].numpy()
-    return Situation(base, (rows[:, :-1], rows[:, 1:]), background, 1e-2, 4, **changes)
+    return Situation(base, [(rows[:, :-1], rows[:, 1:])], background, 1e-2, 4, **changes)
 
 
 @torch.no_grad()
@@ -153,7 +153,7 @@ def test_shifts(bench, tmp_path, monkeypatch):
             assert full["B_over_full"] == pytest.approx(1.0)
     for method, chosen in values["rates"].items():
         best = min(chosen["validation"], key=lambda rate: chosen["validation"][rate])
-        assert float(best) == chosen["rate"], method
+        assert float(best) == chosen["rate"] or chosen["tied"], method
     guarded = values["streams"]["methods"]["APN, guarded, no labels"]["seeds"][0]
     assert len(guarded["matrix"]) == 1 + len(values["streams"]["order"])
     assert guarded["base_unchanged"]
@@ -168,7 +168,8 @@ def test_shifts(bench, tmp_path, monkeypatch):
 def test_forgetting(bench, tmp_path):
     values = forgetting.run(bench, tmp_path / "forgetting.json")
     rows = {row["what"]: row for row in values["shows"]}
-    assert rows["the same over the computed bound"]["worst"] <= 1 + 1e-6
+    assert next(row for what, row in rows.items() if "computed bound" in what)["worst"] <= 1 + 1e-3
+    assert values["stream"]["order"] == [HOME, "kjv", "python", HOME]
     assert set(values["harm"]["overlays"]) <= set(rows[next(iter(rows))]["figures"])
     for harmful in values["harm"]["overlays"].values():
         assert harmful["alone"] > values["harm"]["before"]  # they are harmful
@@ -216,22 +217,23 @@ def test_mistakes(texts, tmp_path):
 
 def test_intervals():
     assert interval([[0.5] * 30]) == (0.5, 0.5)
+    assert interval([[0.5] * 30] * 3) == (0.5, 0.5)
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+def test_intervals_cover_what_another_text_and_other_seeds_would_give(seeds):
+    """Blocks have something in common over seeds, seeds over blocks, and then there is noise."""
     chance = np.random.default_rng(0)
-    covered = sum(
-        low <= 1.0 <= high
-        for low, high in (
-            interval([chance.normal(1.0, 2.0, 60)], samples=300, seed=seed) for seed in range(100)
-        )
-    )
-    assert 86 <= covered <= 100
-    narrow, wide = (
-        interval([chance.normal(0.0, size, 80) for _ in range(3)], samples=300) for size in (0.1, 10.0)
-    )
-    assert narrow[1] - narrow[0] < wide[1] - wide[0]
+    covered = 0
+    for trial in range(200):
+        table = 1.0 + chance.normal(0, 0.1, (1, 60)) + chance.normal(0, 0.02, (seeds, 1))
+        low, high = interval(table + chance.normal(0, 0.02, (seeds, 60)), samples=200, seed=trial)
+        covered += low <= 1.0 <= high
+    assert covered >= 184  # 92 % of 200
 
 
 def test_gains_and_areas():
-    assert gain_fraction(3.0, 2.0, 2.0) == 1.0
+    assert gain_fraction(3.0, 2.0, 2.0) == 1.0  # equal losses are equal gains
     assert gain_fraction(3.0, 3.0, 2.0) == 0.0
     assert hypervolume([(1.0, 0.0)]) == 1.0
     assert hypervolume([(1.0, 0.5), (0.5, 0.25), (0.25, 0.3)]) == pytest.approx(0.5 + 0.5 * 0.25)
@@ -261,3 +263,44 @@ def test_transfer_of_a_stream():
     assert told["FWT"] == pytest.approx((0.0 + 0.5) / 2)
     assert told["worst_forgetting"] == pytest.approx(0.4)
     assert told["final"] == pytest.approx((1.4 + 2.2 + 1.0) / 3)
+    assert told["worst_on_the_way"] == pytest.approx(0.5)
+
+
+def test_the_rate_is_chosen_and_told():
+    chosen = shifts.best_rate({1e-3: 2.0, 1e-2: 1.0, 1e-1: math.inf})
+    assert (chosen["rate"], chosen["at_edge"], chosen["tied"]) == (1e-2, False, False)
+    assert shifts.best_rate({1e-3: 1.0, 1e-2: 2.0})["at_edge"]
+    tied = shifts.best_rate({1e-3: 2.0, 1e-2: 2.0, 1e-1: 2.0})
+    assert (tied["rate"], tied["tied"], tied["at_edge"]) == (1e-2, True, False)
+
+
+def adapt_once(bench, monkeypatch=None, **changes):
+    """One cell, computed here and now."""
+    bench.run(bench.pretrain("dense", HOME, 0))
+    (cell,) = bench.adapt("dense, full", HOME, "kjv", 0, 1e-2).values()
+    return adapting.adapt({**cell, **changes}, bench.folder)
+
+
+def test_the_best_step_is_chosen_by_validation_and_not_by_test(bench, monkeypatch):
+    """Validation says that the first step is best, the test text that the last one is."""
+    losses = iter([1.0, 2.0, 3.0])
+    monkeypatch.setattr(adapting, "evaluate", lambda *given, **options: next(losses))
+    told = adapt_once(bench)
+    assert [point["validation"] for point in told["trajectory"]] == [1.0, 2.0, 3.0]
+    assert told["best"]["step"] == 0
+    assert told["best"]["alone"] == told["before"]
+    assert told["trajectory"][-1]["losses"]["B"] < told["before"]["B"]["loss"]
+
+
+def test_a_rate_that_diverges_is_a_result(bench):
+    told = adapt_once(bench, rate=1e30)
+    assert told["diverged"] is not None
+    assert told["best"]["step"] == 0
+
+
+def test_other_plans_are_other_cells(bench, monkeypatch):
+    (before,) = bench.adapt("dense, full", HOME, "kjv", 0, 1e-2).values()
+    for change in ({"steps": 7}, {"memory": 5}, {"apn": APNConfig(num_patches=17, top_k=1)}):
+        monkeypatch.setattr(bench, "plan", dataclasses.replace(plan_of("smoke"), **change))
+        (after,) = bench.adapt("dense, full", HOME, "kjv", 0, 1e-2).values()
+        assert after != before, change

@@ -2,6 +2,10 @@
 
 import json
 import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -77,6 +81,39 @@ def test_out_of_time(tmp_path, jobs):
     assert 1 <= done <= jobs
     assert len(run_cells(cells_of(1, 2, 3, 4), work, tmp_path, jobs=jobs)) == 4
     assert marks(tmp_path) == [1, 2, 3, 4]
+
+
+def linger(settings, folder):
+    (folder / f"pid-{settings['number']}").write_text(str(os.getpid()))
+    time.sleep(60)
+    return {}
+
+
+def test_nobody_goes_on_when_the_parent_is_killed(tmp_path):
+    """SIGTERM to the one who asked: its processes end too, whatever they are doing."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[2])\n"
+        "from pathlib import Path; import test_grid\n"
+        "if __name__ == '__main__':\n"
+        "    test_grid.run_cells(test_grid.cells_of(1, 2), test_grid.linger, Path(sys.argv[1]), jobs=2)\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    parent = subprocess.Popen([sys.executable, str(script), str(tmp_path), str(Path(__file__).parent)])
+    files = [tmp_path / "pid-1", tmp_path / "pid-2"]
+    _until(lambda: all(file.exists() and file.read_text() for file in files))
+    parent.terminate()
+    parent.wait(10)
+    for file in files:
+        _until(lambda file=file: not Path(f"/proc/{file.read_text()}").exists())
+
+
+def _until(happened, seconds=60):
+    for _ in range(seconds * 20):
+        if happened():
+            return
+        time.sleep(0.05)
+    raise AssertionError("it did not happen")
 
 
 def test_jobs_are_a_number(tmp_path):

@@ -367,11 +367,11 @@ def test_what_is_not_finite_is_said_and_not_drawn(shifts_values):
 
 def test_intervals_of_gains_are_those_of_b(shifts_values):
     row = shifts_values["shifts"]["old"]["new"]["APN, overlay"]
-    before, full = 3.1, 2.0
+    before, full = 3.0, 2.0  # of dense full
     low, high = row["alone"]["B_over_full_interval"]
     expected = sorted(gain_fraction(before, full + math.log(bound), full) for bound in (low, high))
     assert plots.gain_interval(row, "alone") == pytest.approx(expected, abs=1e-9)
-    assert plots.gain_interval({**row, "B_before": 1.0}, "alone") is None
+    assert plots.gain_interval({**row, "full_gained": 0.0}, "alone") is None
 
 
 def test_labels_keep_apart():

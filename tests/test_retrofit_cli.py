@@ -181,3 +181,21 @@ def test_the_experiment(folder, text, tmp_path):
     assert experiment.run("smoke", tmp_path, tmp_path / "again.json", **options, report=seen.append) == values
     assert all(record["found"] for record in seen)
     assert "APN beside" in experiment.table(values)
+
+
+def test_another_text_is_another_cell(folder, text, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text(text.read_text()[::-1])
+    plan = experiment.PLANS["smoke"]
+    hashes = [experiment.write_texts(tmp_path, plan, {"new": str(path)})["new"] for path in (text, other)]
+    assert hashes[0] != hashes[1]
+    for names in ({"new": str(text)}, {"B": str(text)}):
+        with pytest.raises(ValueError, match="names two texts, or the new domain itself"):
+            experiment.write_texts(tmp_path, plan, {"new": str(text)}, names)
+
+
+def test_a_context_that_the_model_has_not(folder):
+    model, _ = load_pretrained(folder)
+    net = attractor.retrofit(model, attractor.APNConfig(num_patches=4, top_k=2, rank=2))
+    with pytest.raises(ValueError, match="context=129 is more than the model's 128 positions"):
+        CausalLM(net, context=129)

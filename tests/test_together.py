@@ -1,5 +1,8 @@
 """Paths that share memory, run as one batch, predict what they predict alone."""
 
+import copy
+import random
+
 import pytest
 import torch
 
@@ -49,7 +52,7 @@ def test_one_batch_is_every_path_alone(attention, also):
     alone = torch.stack([path(tokens) for path in paths])
     torch.testing.assert_close(guard._predictions(tokens), alone.log_softmax(-1))
     if "embedding" in also:
-        return
+        return  # not one batch: the guard asks each path
     torch.testing.assert_close(together(tokens), alone)
     cache = together.new_cache(2)
     own = cache.split(3)
@@ -106,3 +109,55 @@ def test_paths_that_do_not_fit_together():
         pass
 
     assert not Together([base, Other(base.config)]).worthwhile
+
+
+def test_paths_that_only_look_alike():
+    """The same memory, another factor on the updates: not one model."""
+    base = base_of()
+    alias = copy.deepcopy(base, {id(parameter): parameter for parameter in base.parameters()})
+    for layer in alias.apn_layers().values():
+        layer.set_scale_factor(0.0)
+    guard, tokens = Guard({"base": base, "other": alias}), tokens_of(0)
+    alone = torch.stack([path(tokens).log_softmax(-1) for path in guard.paths])
+    torch.testing.assert_close(guard._predictions(tokens), alone)
+
+
+@pytest.mark.parametrize("trial", range(40))
+def test_several_texts_rest_and_wake_together(trial):
+    """Texts that change their author in between, read in pieces: within the pause and within the bound.
+
+    And whoever woke up has the evidence that it would have had awake.
+    """
+    chance = random.Random(trial)
+    base = base_of(seed=trial % 5, sharpness=chance.choice([5.0, 20.0, 40.0, 80.0]))
+    attention = chance.choice(["off", "whole", "low_rank"])
+    paths = {"base": base} | {f"o{i}": branch_of(base, i + 1, attention=attention) for i in range(2)}
+    batch, window, pause = chance.choice([1, 2, 3]), chance.choice([None, 11]), chance.choice([0.5, 2.0, 4.0])
+    text, authors = (
+        tokens_of(trial, batch=batch, length=1),
+        [chance.choice(list(paths)) for _ in range(batch)],
+    )
+    for _ in range(CONTEXT - 1):
+        if chance.random() < 0.15:
+            authors = [chance.choice(list(paths)) for _ in range(batch)]
+        following = [paths[name](text[row : row + 1])[:, -1:].argmax(-1) for row, name in enumerate(authors)]
+        text = torch.cat([text, torch.cat(following)], 1)
+    exact, resting = (Guard(paths, window=window, pause=nats) for nats in (0.0, pause))
+    caches = [guard.new_cache(batch) for guard in (exact, resting)]
+    outs, place = ([], []), 0
+    while place < CONTEXT:
+        count = chance.choice([1, 1, 1, 1, 3])
+        for cache, out in zip(caches, outs, strict=True):
+            out.append(cache.read(text[:, place : place + count]))
+        place += count
+        awake = sorted(set(range(3)) - caches[1].at_rest)
+        odds = [cache.evidence[awake].log_softmax(0) for cache in caches]  # all that evidence is good for
+        torch.testing.assert_close(*odds, rtol=1e-3, atol=1e-2)
+
+    def given(out):
+        return torch.cat(out, 1)[:, :-1].gather(-1, text[:, 1:, None])[..., 0].sum(1)
+
+    windows = -(-CONTEXT // resting.window)
+    assert (given(outs[0]) - given(outs[1]) <= pause * windows + 1e-3).all()
+    alone = base(text).log_softmax(-1)[:, :-1].gather(-1, text[:, 1:, None])[..., 0].sum(1)
+    assert (alone - given(outs[1]) <= resting.bound(CONTEXT) + 1e-3).all()

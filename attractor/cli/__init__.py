@@ -89,7 +89,6 @@ def main(arguments: list[str] | None = None) -> int:
         NotFiniteLoss,
         NotFiniteUpdate,
         CellsFailed,
-        FloatingPointError,
     ) as error:
         print(f"attractor: {error}", file=sys.stderr)
         return 1

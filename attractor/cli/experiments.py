@@ -1,4 +1,4 @@
-"""attractor demo, attractor experiment list|table1|table2|forgetting|shifts"""
+"""attractor demo, attractor experiment list|table1|table2|forgetting|shifts|sensitivity|match|retrofit"""
 
 from dataclasses import dataclass
 from pathlib import Path

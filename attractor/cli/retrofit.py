@@ -78,6 +78,10 @@ class RetrofitModel:
                 steps=self.steps, batch_size=self.batch_size, learning_rate=self.learning_rate,
                 seed=self.seed, keep=lambda: net.save_pretrained(adapter), stop=stopped, report=report,
             )  # fmt: skip
+        if not math.isfinite(done["best"]):
+            raise ValueError("the model cannot predict this text: no loss was finite, and nothing was kept")
+        if done["diverged"]:
+            print(f"step {done['steps']} diverged: try a --learning-rate below {self.learning_rate:g}")
         summary = {"model": self.source, "data": self.data, "apn": self.apn.to_dict(), **done}
         (self.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         print(

@@ -29,7 +29,10 @@ class Together:
         if not self.worthwhile:
             return
         blocks = [cast(Sequence[Block], path.blocks) for path in self.paths]
-        self.worthwhile = len({len(own) for own in blocks}) == 1
+        kinds = [
+            (p.config.dim, p.config.num_heads, p.config.num_layers, p.config.dropout) for p in self.paths
+        ]
+        self.worthwhile = len(set(kinds)) == 1
         parts = [
             [[getattr(block, name) for block in same] for name in ("norm_1", "attention", "norm_2", "ffn")]
             for same in zip(*blocks, strict=False)
@@ -74,6 +77,9 @@ def _each(parts: Sequence[nn.Module], is_shared: bool, x: Tensor) -> Tensor:
 
 
 def _same_memory(parts: Sequence[nn.Module]) -> bool:
-    """All parameters of the parts are the same bytes in the same place."""
-    held = [[(p.data_ptr(), p.shape, p.dtype) for p in part.parameters()] for part in parts]
+    """All parameters and buffers of the parts are the same bytes in the same place."""
+    held = [
+        [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in (*part.parameters(), *part.buffers())]
+        for part in parts
+    ]
     return all(own == held[0] for own in held) and len({type(part) for part in parts}) == 1

@@ -22,7 +22,7 @@ def promises(result: Result) -> Table:
     for row in result.values["shows"]:
         sign = "\u2265" if row["at_least"] else "\u2264"
         worst = next((case for case, figure in row["figures"].items() if figure == row["worst"]), "")
-        if not math.isfinite(row["worst"]):
+        if row["worst"] is None or not math.isfinite(row["worst"]):
             verdict = Cell("not measured", "not measured", kind="bad" if result.judged else "")
         elif not result.judged:
             verdict = Cell("not judged at this size", "not judged")
@@ -31,7 +31,7 @@ def promises(result: Result) -> Table:
                 Cell("holds", "holds", kind="good") if row["holds"] else Cell("missed", "missed", kind="bad")
             )
         must = Cell(f"{sign} {row['must']:g}", row["must"])
-        close = row["worst"] != row["must"] and f"{row['worst']:.4f}" == f"{row['must']:.4f}"
+        close = row["worst"] not in (None, row["must"]) and f"{row['worst']:.4f}" == f"{row['must']:.4f}"
         figure = number(row["worst"], ".7f" if close else ".4f")  # rounding must not hide on which side it is
         lines.append([name(row["what"]), figure, must, verdict, name(worst)])
     return Table("What the guard promises", columns, lines)

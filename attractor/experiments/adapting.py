@@ -16,6 +16,7 @@ from attractor import tokenizer as tokenizers
 from attractor.config import RunConfig
 from attractor.continual.guard import Guard
 from attractor.continual.overlay import fingerprint
+from attractor.continual.update import NotFiniteUpdate
 from attractor.data import Batches, Dataset
 from attractor.evaluate import autocast, evaluate, routing, token_losses
 from attractor.experiments.grid import Settings, Values
@@ -90,7 +91,7 @@ def adapt(settings: Settings, folder: Path) -> Values:
     batches = Batches(new.train, plan.batch_size, base.config.context, settings["seed"])
     trajectory: list[dict[str, Any]] = []
     best: dict[str, Any] = {}
-    seconds, lowest, loss = 0.0, math.inf, math.nan
+    seconds, lowest, diverged = 0.0, math.inf, None
     for step in itertools.count():
         if step in plan.evaluated():
             validation = evaluate(adapter.model, new.validation, autocast=meter.cast)
@@ -103,13 +104,18 @@ def adapt(settings: Settings, folder: Path) -> Values:
                 lowest, guard = validation, meter.guarded(adapter.model)
                 best = {"step": step, "validation": validation, "alone": alone}
                 best |= {"guarded": meter.measure(guard), **sizes(adapter, base)}
-        if step == plan.steps or not math.isfinite(loss if step else 0.0):
+        if step == plan.steps:
             break
         started = time.perf_counter()
-        loss = adapter.step(*next(batches), plan.rate_at(step, settings["rate"]))
+        try:
+            adapter.step(*next(batches), plan.rate_at(step, settings["rate"]))
+        except NotFiniteUpdate:  # this rate is too high: what was best before stays its result
+            diverged = step
+            break
         seconds += time.perf_counter() - started
     return {
-        "before": first, "best": best, "trajectory": trajectory, "trained": adapter.trained,
+        "before": first, "best": best, "diverged": diverged, "trajectory": trajectory,
+        "trained": adapter.trained,
         "extra_bytes": adapter.extra_bytes, "seconds": seconds, "tokens": plan.steps * plan.batch_size
         * base.config.context, "base_unchanged": fingerprint(base) == before_hash,
         "bound": cast(Guard, guard).bound(base.config.context) / base.config.context,
@@ -118,17 +124,17 @@ def adapt(settings: Settings, folder: Path) -> Values:
 
 
 def situation(plan: Plan, settings: Settings, base: GPT, old: Mapping[str, Text]) -> Situation:
-    """The old text that a method may keep is spread evenly over it."""
-    train = np.concatenate([text.train for text in old.values()])
-    context = base.config.context
-    starts = np.linspace(0, len(train) - context - 1, plan.memory).astype(np.int64)
-    rows = torch.from_numpy(train[starts[:, None] + np.arange(context + 1)])
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(settings["seed"]))
-    rows = rows[order].to(base.embedding.weight.device)
-    return Situation(
-        base, (rows[:, :-1], rows[:, 1:]), train[: plan.val_bytes], settings["rate"], plan.batch_size,
-        settings["seed"],
-    )  # fmt: skip
+    """The old text that a method may keep is spread evenly over each domain of it."""
+    context, device = base.config.context, base.embedding.weight.device
+    by_domain = []
+    for text in old.values():
+        starts = np.linspace(0, len(text.train) - context - 1, plan.memory // len(old)).astype(np.int64)
+        rows = torch.from_numpy(text.train[starts[:, None] + np.arange(context + 1)])
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(settings["seed"]))
+        rows = rows[order].to(device)
+        by_domain.append((rows[:, :-1], rows[:, 1:]))
+    background = np.concatenate([text.train[: plan.val_bytes] for text in old.values()])
+    return Situation(base, by_domain, background, settings["rate"], plan.batch_size, settings["seed"])
 
 
 def sizes(adapter: Adapter, base: GPT) -> dict[str, int]:

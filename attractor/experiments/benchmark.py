@@ -1,6 +1,8 @@
 """The grid behind `experiment shifts` and `experiment forgetting`: what a cell is, and running many."""
 
 import dataclasses
+import hashlib
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -96,7 +98,13 @@ class Benchmark:
 
     def _cell(self, kind: str, texts: Sequence[str], **settings: Any) -> Settings:
         hashes = {name: self.hashes[name] for name in dict.fromkeys(texts)}
-        return {"kind": kind, "size": self.size, "device": self.device, "texts": hashes, **settings}
+        plan = dataclasses.asdict(self.plan)
+        recipe = {name: value for name, value in plan.items() if isinstance(value, int | float | None)}
+        shape = {name: plan[name] for name in ("model", "apn", "moe", "train")}
+        return {
+            "kind": kind, "size": self.size, "device": self.device, "texts": hashes, "recipe": recipe,
+            "models": hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest(), **settings,
+        }  # fmt: skip
 
     def pretrain(self, model: str, source: str, seed: int, variant: Variant | None = None) -> Cells:
         name, members = self.base(model, source, seed, variant), self.members(source)

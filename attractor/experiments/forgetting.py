@@ -3,7 +3,7 @@
     attractor experiment forgetting --size smoke
     attractor experiment forgetting --size full     one GPU, ten minutes
 
-Each method has its best rate of the same three on every shift, by B's validation text. "A" is the domain the
+Each method has its best rate of the same four on every shift, by B's validation text. "A" is the domain the
 models were pretrained on, "B" the new one; ratios below 1 are in favour of the first.
 """
 
@@ -17,6 +17,7 @@ from attractor.experiments.benchmark import Benchmark
 from attractor.experiments.grid import Values
 from attractor.experiments.plan import HOME, PAPER, TUNED_ON
 from attractor.experiments.result import write_result
+from attractor.experiments.shifts import best_rate, finite
 from attractor.experiments.statistics import interval, transfer
 from attractor.experiments.streams import GUARDED
 
@@ -29,10 +30,7 @@ SPEED_OF = "APN, overlay"
 def run(bench: Benchmark, result: Path, *, seed: int = 0) -> dict[str, Any]:
     targets = [name for name in bench.targets if name != PAPER]
     pretrained = bench.run(bench.pretrain("dense", HOME, seed) | bench.pretrain("apn", HOME, seed))
-    rates, order = (
-        bench.plan.rates[-4:-1] or bench.plan.rates,
-        [HOME, *[t for t in bench.targets if t != "first-folio"][:2], HOME],
-    )
+    rates, order = bench.plan.rates[:4], [HOME, targets[0], targets[-1], HOME]
     cells = bench.harm(seed)
     for rate in rates:
         for shift, method in itertools.product(targets, COMPARED):
@@ -48,7 +46,8 @@ def run(bench: Benchmark, result: Path, *, seed: int = 0) -> dict[str, Any]:
         for shift in targets
     }  # fmt: skip
     tried = {rate: done[next(iter(bench.stream(GUARDED, [HOME, TUNED_ON], seed, rate)))] for rate in rates}
-    stream_rate = min(tried, key=lambda rate: finite(tried[rate]["progressive"][1]))
+    chosen = best_rate({rate: finite(part["progressive"][1]) for rate, part in tried.items()})
+    stream_rate = chosen["rate"]
     settles_on = targets[-1]
     speed_rate = shifts[settles_on][SPEED_OF]["rate"]
     (stream,) = bench.run(bench.stream(GUARDED, order, seed, stream_rate)).values()
@@ -58,26 +57,19 @@ def run(bench: Benchmark, result: Path, *, seed: int = 0) -> dict[str, Any]:
         "pretrained": {name: part["val_ppl"] for name, part in pretrained.items()},
         "config": {name: part["config"] for name, part in pretrained.items()}, "texts": bench.hashes,
         "rates": rates, "shifts": shifts, "harm": done[f"harm-{seed}"],
-        "stream": {**stream, "rate": stream_rate, **transfer(stream["matrix"], stream["order"])},
+        "stream": {**stream, **chosen, **transfer(stream["matrix"], stream["order"])},
         "speed": speed,
     }  # fmt: skip
     write_result(result, {**values, "shows": shows(values)})
     return {**values, "shows": shows(values)}
 
 
-def finite(loss: float) -> float:
-    return loss if math.isfinite(loss) else math.inf
-
-
 def best_of(cells: Sequence[Values], rates: Sequence[float]) -> dict[str, Any]:
     """The rate with the best validation loss, and what every rate came to."""
-    validation = [finite(cell["best"]["validation"]) for cell in cells]
-    number = validation.index(min(validation))
-    return {
-        **cells[number],
-        "rate": rates[number],
-        "validation_by_rate": dict(zip(map(str, rates), validation, strict=True)),
-    }
+    found = {rate: finite(cell["best"]["validation"]) for rate, cell in zip(rates, cells, strict=True)}
+    chosen = best_rate(found)
+    return {**cells[list(found).index(chosen["rate"])], "rate": chosen["rate"], "at_edge": chosen["at_edge"],
+            "validation_by_rate": chosen["validation"]}  # fmt: skip
 
 
 def shows(values: dict[str, Any]) -> list[dict[str, Any]]:
@@ -85,9 +77,12 @@ def shows(values: dict[str, Any]) -> list[dict[str, Any]]:
     shifts = values["shifts"]
     rows: list[dict[str, Any]] = []
 
-    def row(what: str, must: float, figures: dict[str, float], *, at_least: bool = False) -> None:
-        worst = min(figures.values()) if at_least else max(figures.values())
-        holds = worst >= must if at_least else worst <= must
+    def row(
+        what: str, must: float, figures: dict[str, float], *, at_least: bool = False, rounding: float = 0.0
+    ) -> None:
+        known = [figure for figure in figures.values() if figure is not None]  # not every text settles
+        worst = (min(known) if at_least else max(known)) if len(known) == len(figures) else None
+        holds = worst is not None and (worst >= must if at_least else worst <= must + rounding)
         rows.append({"what": what, "must": must, "at_least": at_least, "worst": worst, "holds": holds,
                      "figures": figures})  # fmt: skip
 
@@ -98,8 +93,9 @@ def shows(values: dict[str, Any]) -> list[dict[str, Any]]:
                for method, cell in part.items()}  # fmt: skip
     harmful = {name: part["rise"] for name, part in values["harm"]["overlays"].items()}
     row("rise of A's perplexity behind the guard, any overlay", 0.003, learned | harmful)
-    row("the same over the computed bound", 1.0,
-        {name: value / values["harm"]["bound"] for name, value in (learned | harmful).items()})  # fmt: skip
+    # overlays that are wrong from the first token attain the bound: float32 puts them on either side of it
+    of_bound = {name: value / values["harm"]["bound"] for name, value in (learned | harmful).items()}
+    row("the same over the computed bound (up to rounding, 0.001)", 1.0, of_bound, rounding=1e-3)
     same = {
         f"{method} -> {shift}": ratio(cell, cell)
         for shift, part in shifts.items()
@@ -153,10 +149,7 @@ def table(values: dict[str, Any]) -> str:
     for row in values["shows"]:
         sign = ">=" if row["at_least"] else "<="
         verdict = "holds" if row["holds"] else "missed"
-        told = (
-            f"{row['worst']:.4f} {sign} {row['must']:g}"
-            if values["size"] == "full"
-            else f"{row['worst']:.4f}"
-        )
+        told = "not measured" if row["worst"] is None else f"{row['worst']:.4f}"
+        told += f" {sign} {row['must']:g}" if values["size"] == "full" else ""
         lines.append(f"{told:20s} {verdict if values['size'] == 'full' else '':8s} {row['what']}")
     return "\n".join(lines)

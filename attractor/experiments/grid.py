@@ -9,6 +9,8 @@
 import json
 import logging
 import multiprocessing
+import os
+import threading
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -114,26 +116,32 @@ def _side_by_side(
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     busy: dict[Connection, tuple[str, Any]] = {}
 
-    def give(line: Connection, process: Any) -> None:
-        name = next_one()
-        if name is not None:
-            line.send(todo[name])
-            busy[line] = name, process
-        else:
-            line.send(None)
+    def give(line: Connection, process: Any, name: str | None) -> None:
+        """A cell for an idle process; without one it ends. If it died meanwhile, another takes the cell."""
+        try:
+            line.send(None if name is None else todo[name])
+        except OSError:
+            if name is not None:
+                start(name)
+            return
+        if name is None:
             process.join()
             line.close()
+        else:
+            busy[line] = name, process
 
-    def start() -> None:
+    def start(name: str | None) -> None:
+        if name is None:
+            return
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs, work, folder), daemon=True)
         process.start()
         theirs.close()
-        give(ours, process)
+        give(ours, process, name)
 
     try:
         for _ in range(jobs):
-            start()
+            start(next_one())
         while busy:
             for line in wait(list(busy)):
                 assert isinstance(line, Connection)
@@ -144,16 +152,19 @@ def _side_by_side(
                     process.join()
                     keep(name, None, f"its process died with exit code {process.exitcode}")
                     line.close()
-                    start()
+                    start(next_one())
                     continue
                 keep(name, values, error)
-                give(line, process)
+                give(line, process, next_one())
     finally:
         for _, process in busy.values():
             process.kill()
 
 
 def _serve(line: Connection, work: Work, folder: Path) -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:  # whoever kills it must not leave us writing
+        threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
     try:
         while (settings := line.recv()) is not None:
             try:
@@ -161,5 +172,5 @@ def _serve(line: Connection, work: Work, folder: Path) -> None:
             except Exception as error:
                 answer = None, f"{type(error).__name__}: {error}"
             line.send(answer)
-    except (EOFError, KeyboardInterrupt):
+    except (EOFError, OSError, KeyboardInterrupt):
         pass  # nobody listens any more

@@ -87,8 +87,8 @@ def _spoil(name: str, branch: Branch, guard: Guard, train: np.ndarray, plan: Pla
 def speed(settings: Settings, folder: Path) -> Values:
     """Tokens per second of guarded generation after the posterior settled, over those of the overlay alone.
 
-    An overlay learns B; texts of B are prompts; then both write, in turns, and only tokens count that were
-    written while the base rested.
+    An overlay learns B; texts of B are prompts; then both write, in turns. A guard's tokens count from when a
+    path first rests.
     """
     plan, device = plan_of(settings["size"]), device_of(settings)
     base = load_base(folder, settings["base"], device)
@@ -123,7 +123,7 @@ def speed(settings: Settings, folder: Path) -> Values:
 
 @torch.no_grad()
 def _write(model: GPT, cache: Any, prompt: Tensor, count: int) -> tuple[list[float], int | None]:
-    """Seconds of each token; of a guard, only while somebody rests. And after how many tokens that began."""
+    """Seconds of each token; of a guard, once somebody has rested. And after how many tokens that began."""
     random = torch.Generator(prompt.device).manual_seed(0)
     watched = hasattr(cache, "at_rest")
     times, settled = [], None
@@ -133,9 +133,10 @@ def _write(model: GPT, cache: Any, prompt: Tensor, count: int) -> tuple[list[flo
         token = sample(logits.float(), 1.0, None, None, random)
         logits = model(token[:, None], cache=cache)[:, -1]
         token.tolist()  # whoever reads the text waits for it
-        if not watched or cache.at_rest:
+        if settled is None and (not watched or cache.at_rest):
+            settled = number
+        elif settled is not None:  # from then on everything counts, waking up included
             times.append(time.perf_counter() - started)
-            settled = number if settled is None else settled
     return times, settled
 
 

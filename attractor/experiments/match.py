@@ -4,7 +4,7 @@
 
 Characters of one text, bytes of a mixture, byte pairs of the same mixture. No model gets more training than
 another: the same steps, batches, schedule and dropout; the best validation loss of each counts. On the one
-text, which is small, all have dropout and stop early; on the mixture nobody does.
+text, which is small, all have dropout and stop early, and APN has patch dropout; on the mixture nobody does.
 """
 
 import dataclasses

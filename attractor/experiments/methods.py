@@ -36,7 +36,7 @@ class Situation:
     """What a method may use: the model as it is, some of the old text, and the rate chosen for it."""
 
     base: GPT
-    memory: Batch  # (N, T) sequences of the old text
+    by_domain: Sequence[Batch]  # (N, T) sequences of each domain of the old text
     background: np.ndarray  # tokens of the old text, for a learner that ranks patches
     rate: float
     batch_size: int = 32
@@ -47,6 +47,14 @@ class Situation:
 
     def options(self) -> dict[str, Any]:
         return {"learning_rate": self.rate, "clip_norm": CLIP, "dropout": False, "autocast": self.cast}
+
+    @property
+    def memory(self) -> Batch:
+        """Of all domains, in a random order."""
+        inputs, targets = (torch.cat([batch[part] for batch in self.by_domain]) for part in (0, 1))
+        order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(self.seed))
+        order = order.to(inputs.device)
+        return inputs[order], targets[order]
 
     def few(self, count: int) -> Batch:
         inputs, targets = self.memory
@@ -109,7 +117,8 @@ def _ewc(strength: float) -> Any:
 
 
 def _gem(model: GPT, s: Situation) -> GEM:
-    return GEM(model, [s.few(s.batch_size)], **s.options())
+    """One memory for each domain of the old text, as large as two batches."""
+    return GEM(model, [(inputs[:64], targets[:64]) for inputs, targets in s.by_domain], **s.options())
 
 
 def _agem(model: GPT, s: Situation) -> AGEM:
@@ -165,8 +174,11 @@ METHODS = {
     "dense, LoRA on FFN": Method("dense", _lora("ffn")),
     "dense, LoRA on all": Method("dense", _lora("all")),
     "dense, EWC 10": Method("dense", _ewc(10.0)),
+    "dense, EWC 100": Method("dense", _ewc(100.0)),
     "dense, EWC 1000": Method("dense", _ewc(1000.0)),
-    "dense, GEM": Method("dense", _baseline(_gem, lambda m: _nbytes([m.memories[0][0].to(torch.uint8)]))),
+    "dense, GEM": Method(
+        "dense", _baseline(_gem, lambda m: _nbytes([inputs.to(torch.uint8) for inputs, _ in m.memories]))
+    ),
     "dense, A-GEM": Method("dense", _baseline(_agem, lambda m: _nbytes([m.memory.inputs.to(torch.uint8)]))),
     "dense, replay 1 %": Method("dense", _replay(0.01)),
     "dense, replay 5 %": Method("dense", _replay(0.05)),

@@ -46,8 +46,7 @@ def classes(method: str, number: int, faint: bool) -> str:
 def gain_interval(row: Mapping[str, Any], way: str) -> tuple[float, float] | None:
     """That of B against dense full, on the scale of gains; none where dense full gained nothing."""
     now = row[way]
-    full = math.log(now["B"] / now["B_over_full"])
-    gained = math.log(row["B_before"]) - full
+    gained = row["full_gained"]
     if gained <= 0:
         return None
     low, high = (

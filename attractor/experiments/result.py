@@ -1,6 +1,7 @@
 """A result is a JSON file that says what was computed, with what, from which code and on which machine."""
 
 import json
+import math
 import os
 import platform
 import subprocess
@@ -41,8 +42,19 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
+def finite(values: Any) -> Any:
+    """The same for JSON, which has no NaN and no infinity: None where a number is not one."""
+    if isinstance(values, dict):
+        return {key: finite(value) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [finite(value) for value in values]
+    return None if isinstance(values, float) and not math.isfinite(values) else values
+
+
 def write_result(path: Path, values: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".partial-{path.name}")
-    partial.write_text(json.dumps({**values, "provenance": provenance()}, indent=2) + "\n")
+    partial.write_text(
+        json.dumps(finite({**values, "provenance": provenance()}), indent=2, allow_nan=False) + "\n"
+    )
     os.replace(partial, path)

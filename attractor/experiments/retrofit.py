@@ -8,6 +8,7 @@ validation text best. Retention is measured on texts that nobody trains on, in w
 """
 
 import copy
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,8 +30,9 @@ from attractor.experiments.statistics import interval
 from attractor.model import GPT
 
 Size = Literal["smoke", "full"]
-METHODS = ("full fine-tune", "LoRA on FFN", "APN beside")
-LORA = "LoRA on FFN"
+LORA, WIDE_LORA, LORA_ON_ALL = "LoRA on FFN", "LoRA on FFN, rank 96", "LoRA on all, rank 16"
+METHODS = ("full fine-tune", LORA, WIDE_LORA, LORA_ON_ALL, "APN beside")
+"""The wide LoRA has about as many parameters as the APN layers of the full size."""
 APN_ROW = "APN beside"
 DOMAINS = {"first-folio": "first-folio"}
 RETAINED = {"kjv": "kjv", "python": "python"}
@@ -104,11 +106,15 @@ def prepare(
     net = Retrofit(model)
     if method == "full fine-tune":
         return CausalLM(net, None, context=plan["context"]), list(model.parameters())
-    if method == LORA:
+    if method in (LORA, WIDE_LORA, LORA_ON_ALL):
         import peft
 
         names = ["gate_proj", "up_proj", "down_proj"]
-        peft.get_peft_model(model, peft.LoraConfig(r=16, lora_alpha=32, target_modules=names))  # in place
+        names += ["q_proj", "k_proj", "v_proj", "o_proj"] if method == LORA_ON_ALL else []
+        rank = 96 if method == WIDE_LORA else 16
+        peft.get_peft_model(
+            model, peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names)
+        )  # in place
         return CausalLM(net, None, context=plan["context"]), [
             p for p in model.parameters() if p.requires_grad
         ]
@@ -133,13 +139,14 @@ def run(
     report: Report = lambda record: None,
 ) -> dict[str, Any]:
     plan = PLANS[size]
-    write_texts(folder, plan, domains, retained)
+    hashes = write_texts(folder, plan, domains, retained)
     first, *_ = domains
 
     def cell(domain: str, method: str, rate: float) -> dict[str, Settings]:
         settings = {"size": size, "model": model, "domain": domain, "method": method, "rate": rate,
                     "seed": seed, "retained": list(retained), "device": str(parse_device(device)),
-                    "plan": {key: value for key, value in plan.items() if key != "rates"}}  # fmt: skip
+                    "plan": {key: value for key, value in plan.items() if key != "rates"},
+                    "texts": {name: hashes[name] for name in (domain, *retained)}}  # fmt: skip
         return {f"{domain}-{method.replace(' ', '_')}-{rate:g}-{seed}": settings}
 
     def all_of(cells: Sequence[dict[str, Settings]]) -> list[Values]:
@@ -163,14 +170,21 @@ def run(
     return values
 
 
-def write_texts(folder: Path, plan: dict[str, Any], *sources: Mapping[str, str]) -> None:
+def write_texts(folder: Path, plan: dict[str, Any], *sources: Mapping[str, str]) -> dict[str, str]:
+    """Every text in a file, for the cells to read; returns their hashes."""
     (folder / "texts").mkdir(parents=True, exist_ok=True)
+    hashes: dict[str, str] = {}
     for name, source in (pair for part in sources for pair in part.items()):
+        if name in hashes or name == "B":
+            raise ValueError(f"{name!r} names two texts, or the new domain itself: choose another name")
         text = read_text(source)
         if len(text) < 4 * plan["held_out"]:
             raise ValueError(f"{source!r} has {len(text):,} characters; {4 * plan['held_out']:,} are needed")
         held_out = 2 * plan["held_out"]
-        (folder / "texts" / f"{name}.txt").write_text(text[:-held_out][: plan["train"]] + text[-held_out:])
+        used = text[:-held_out][: plan["train"]] + text[-held_out:]
+        (folder / "texts" / f"{name}.txt").write_text(used)
+        hashes[name] = hashlib.sha256(used.encode()).hexdigest()
+    return hashes
 
 
 def row(cell: Values, lora: Values, retained: Sequence[str]) -> dict[str, Any]:

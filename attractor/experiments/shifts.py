@@ -3,14 +3,14 @@
     attractor experiment shifts --size smoke        two CPU cores, a few minutes: every method, no conclusions
     attractor experiment shifts --size full         one GPU, an hour, in pieces as short as you like
 
-Byte-level models are pretrained on one domain and on a mixture, and adapted to domains that they have not
-seen. Every method sees the same tokens, with the same schedule; its learning rate is the best of the same
+Byte-level models are pretrained on one domain and on a mixture, and adapted to others. Every method sees
+as many tokens, with the same schedule; its learning rate is the best of the same
 few on the validation text of one shift, and then frozen; it stops early on B's validation text; what is
 reported is measured on whole test texts that nothing was chosen by. Each cell of the grid is a JSON file.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +84,19 @@ def run(bench: Benchmark, result: Path, *, methods: Sequence[str] = tuple(METHOD
     return values
 
 
-def finite(loss: float) -> float:
-    return loss if math.isfinite(loss) else math.inf
+def finite(loss: float | None) -> float:
+    return loss if loss is not None and math.isfinite(loss) else math.inf
+
+
+def best_rate(losses: Mapping[float, float]) -> dict[str, Any]:
+    """The rate with the lowest loss, and what to know about that: is it at an edge, did it matter at all?"""
+    tied = len(set(losses.values())) == 1 and len(losses) > 1
+    rates = sorted(losses)
+    chosen = rates[len(rates) // 2] if tied else min(losses, key=lambda rate: losses[rate])
+    return {
+        "rate": chosen, "at_edge": not tied and len(rates) > 1 and chosen in (rates[0], rates[-1]),
+        "tied": tied, "validation": {str(rate): loss for rate, loss in losses.items()},
+    }  # fmt: skip
 
 
 def tune(bench: Benchmark, methods: Iterable[str]) -> dict[str, Any]:
@@ -101,8 +112,7 @@ def tune(bench: Benchmark, methods: Iterable[str]) -> dict[str, Any]:
             rate: finite(done[next(iter(cells[method, rate]))]["best"]["validation"])
             for rate in bench.plan.rates
         }
-        tuned[method] = {"rate": min(validation, key=lambda rate: validation[rate]),
-                         "validation": {str(rate): loss for rate, loss in validation.items()}}  # fmt: skip
+        tuned[method] = best_rate(validation)
     return tuned
 
 
@@ -112,6 +122,9 @@ def summary(cells: Sequence[Values], full: Sequence[Values], old: Sequence[str])
     told: dict[str, Any] = {
         "A_before": _ppl(_mean_loss(cell["before"], old) for cell in cells),
         "B_before": _ppl(cell["before"]["B"]["loss"] for cell in cells),
+        "full_gained": float(
+            np.mean([part["before"]["B"]["loss"] - part["best"]["alone"]["B"]["loss"] for part in full])
+        ),
         "best_steps": [cell["best"]["step"] for cell in cells],
         "trained": first["trained"], "changed": first["best"]["changed"], "bytes": first["best"]["bytes"],
         "extra_bytes": first["extra_bytes"], "tokens": first["tokens"],
@@ -131,20 +144,29 @@ def summary(cells: Sequence[Values], full: Sequence[Values], old: Sequence[str])
                    for now, theirs in zip(after, full, strict=True)]  # fmt: skip
         lost = [_mean_loss(now, old) - _mean_loss(cell["before"], old)
                 for now, cell in zip(after, cells, strict=True)]  # fmt: skip
-        gains = [
-            gain_fraction(cell["before"]["B"]["loss"], now["B"]["loss"], theirs["best"]["alone"]["B"]["loss"])
-            for now, cell, theirs in zip(after, cells, full, strict=True)
-        ]
-        points = [(gain, loss) for gain, loss in zip(gains, lost, strict=True)]
+        gains = [_gain(now["B"]["loss"], theirs) for now, theirs in zip(after, full, strict=True)]
+        points = [[(gain, loss)] for gain, loss in zip(gains, lost, strict=True)]
+        if way == "alone":  # also where it was on the way there
+            points = [
+                [(_gain(point["losses"]["B"], theirs),
+                  _mean_of(point["losses"], old) - _mean_loss(cell["before"], old))
+                 for point in cell["trajectory"]]
+                for cell, theirs in zip(cells, full, strict=True)
+            ]  # fmt: skip
         told[way] = {
             "A": _ppl(_mean_loss(now, old) for now in after), "B": _ppl(now["B"]["loss"] for now in after),
             "B_seeds": [math.exp(now["B"]["loss"]) for now in after],
             "forgetting": float(np.mean(lost)), "forgetting_interval": list(interval(forgetting)),
             "B_over_full": math.exp(float(np.mean([np.mean(part) for part in against]))),
             "B_over_full_interval": [math.exp(bound) for bound in interval(against)],
-            "gain": float(np.mean(gains)), "hypervolume": float(np.mean([hypervolume([p]) for p in points])),
+            "gain": float(np.mean(gains)),
+            "hypervolume": float(np.mean([hypervolume(own) for own in points])),
         }  # fmt: skip
     return told
+
+
+def _gain(loss: float, full: Values) -> float:
+    return gain_fraction(full["before"]["B"]["loss"], loss, full["best"]["alone"]["B"]["loss"])
 
 
 def _mean_of(losses: dict[str, float], names: Sequence[str]) -> float:
@@ -180,9 +202,9 @@ def run_streams(bench: Benchmark) -> dict[str, Any]:
     for method in LEARNERS:
         found = {rate: tried[next(iter(bench.stream(method, trial, 0, rate)))] for rate in bench.plan.rates}
         progressive = {rate: finite(values["progressive"][1]) for rate, values in found.items()}
-        chosen[method] = min(progressive, key=lambda rate: progressive[rate])
+        chosen[method] = best_rate(progressive)
     cells = {
-        (method, seed): bench.stream(method, order, seed, chosen[method])
+        (method, seed): bench.stream(method, order, seed, chosen[method]["rate"])
         for method in LEARNERS for seed in range(bench.plan.seeds)
     }  # fmt: skip
     done = bench.run({name: cell for part in cells.values() for name, cell in part.items()})
@@ -190,7 +212,7 @@ def run_streams(bench: Benchmark) -> dict[str, Any]:
         "order": order,
         "methods": {
             method: {
-                "rate": chosen[method],
+                **chosen[method],
                 "seeds": [
                     {**values, **transfer(values["matrix"], order)}
                     for values in (done[next(iter(cells[method, seed]))] for seed in range(bench.plan.seeds))

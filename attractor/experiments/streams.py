@@ -1,10 +1,11 @@
 """A stream that goes from domain to domain and back, once, and nobody says where it is: one method's cell."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -12,27 +13,21 @@ import torch
 from attractor.continual.config import GuardConfig, LearnConfig, UpdateConfig
 from attractor.continual.guarded import GuardedLearner
 from attractor.continual.overlay import fingerprint
+from attractor.continual.update import NotFiniteUpdate
 from attractor.data import windows
 from attractor.evaluate import evaluate
 from attractor.experiments.adapting import Meter, situation
 from attractor.experiments.grid import Settings, Values
 from attractor.experiments.methods import METHODS, PAPER_ROLES, Adapter
-from attractor.experiments.plan import Plan, device_of, domain, load_base, plan_of
+from attractor.experiments.plan import Plan, Text, device_of, domain, load_base, plan_of
 from attractor.model import GPT
 
 GUARDED = "APN, guarded, no labels"
 LEARNERS = {
     "dense, full": "dense", "dense, FFN only": "dense", "dense, replay 5 %": "dense",
-    "dense, EWC 1000": "dense", "APN, strictly local": "apn", "APN, paper rule": "apn", GUARDED: "apn",
+    "dense, EWC 100": "dense", "APN, strictly local": "apn", "APN, paper rule": "apn", GUARDED: "apn",
 }  # fmt: skip
 """Method -> the model it starts from. Replay and EWC know the old text; the others know nothing."""
-
-
-class Pass(NamedTuple):
-    """What one visit to a domain was like."""
-
-    loss: float  # progressive: of each piece before it was learned
-    claimed: dict[str, int]  # tokens by the path that took them, where there are paths
 
 
 class Online:
@@ -41,12 +36,12 @@ class Online:
     def __init__(self, adapter: Adapter, plan: Plan, rate: float) -> None:
         self.adapter, self.plan, self.rate = adapter, plan, rate
 
-    def learn(self, tokens: np.ndarray) -> Pass:
-        context, losses = self.adapter.model.config.context, []
-        whole = tokens[: (len(tokens) - 1) // context * context + 1]  # a memory has sequences of one length
+    def learn(self, piece: np.ndarray) -> str:
+        context = self.adapter.model.config.context
+        whole = piece[: (len(piece) - 1) // context * context + 1]  # a memory has sequences of one length
         for inputs, targets, _ in windows(whole, context, self.plan.batch_size):
-            losses.append((self.adapter.step(inputs, targets, self.rate), targets.numel()))
-        return Pass(sum(loss * n for loss, n in losses) / sum(n for _, n in losses), {})
+            self.adapter.step(inputs, targets, self.rate)
+        return "the model"
 
     def predictor(self) -> GPT:
         return self.adapter.model
@@ -63,20 +58,13 @@ class Guarded:
         update = UpdateConfig(train=PAPER_ROLES, learning_rate=rate, clip_norm=1.0)
         config = GuardConfig(
             learn=LearnConfig(update=update, budget=block), attention="whole", also=("embedding", "norms"),
-            piece=block, patience=2, tolerance=0.3, keep_versions=1,
+            piece=block + 1, keep_versions=1,
         )  # fmt: skip
         self.learner = GuardedLearner(base, config=config)
         self.learner.calibrate(home)
 
-    def learn(self, tokens: np.ndarray) -> Pass:
-        claimed: Counter[str] = Counter()
-        loss, scored = 0.0, 0
-        for piece in np.array_split(tokens, -(-len(tokens) // self.learner.config.piece)):
-            seen = self.learner.observe(piece, source=None)
-            claimed[seen.source or "nobody yet"] += len(piece)
-            loss, scored = loss + seen.loss_sum, scored + seen.scored
-        self.learner.flush()
-        return Pass(loss / max(1, scored), dict(claimed))
+    def learn(self, piece: np.ndarray) -> str:
+        return self.learner.observe(piece, source=None).source or "nobody yet"
 
     def predictor(self) -> GPT:
         return cast(GPT, self.learner.guard)
@@ -86,12 +74,17 @@ class Guarded:
         return {"overlays": {name: {"tokens": o["tokens"], "bytes": o["bytes"]} for name, o in told.items()}}
 
 
-def visits(plan: Plan, order: list[str], texts: dict[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
-    """A domain goes on where it was left, and starts again when it is used up."""
+def visits(plan: Plan, order: list[str], texts: dict[str, Text]) -> Iterator[tuple[str, np.ndarray]]:
+    """A domain goes on where it was left; there is enough of each, so that nothing is seen twice."""
     place: Counter[str] = Counter()
     for name in order:
         start = place[name]
-        yield name, np.take(texts[name], np.arange(start, start + plan.stream_tokens), mode="wrap")
+        tokens = texts[name].train[start : start + plan.stream_tokens + 1]
+        if len(tokens) <= plan.stream_tokens:
+            raise ValueError(
+                f"{name} has too few bytes for {order.count(name)} visits of {plan.stream_tokens}"
+            )
+        yield name, tokens
         place[name] += plan.stream_tokens
 
 
@@ -115,13 +108,25 @@ def run(settings: Settings, folder: Path) -> Values:
         model = learner.predictor()
         return {name: evaluate(model, text.test, autocast=meter.cast) for name, text in texts.items()}
 
-    matrix, passes = [matrix_row()], []
-    started = time.perf_counter()
-    for _, tokens in visits(plan, settings["order"], {name: text.train for name, text in texts.items()}):
-        passes.append(learner.learn(tokens))
+    matrix, progressive, claimed = [matrix_row()], [], []
+    started, diverged = time.perf_counter(), None
+    block = plan.batch_size * base.config.context
+    for visit, (_, tokens) in enumerate(visits(plan, settings["order"], texts)):
+        losses: list[float] = []
+        took: Counter[str] = Counter()
+        for start in range(0, len(tokens) - 1, block) if diverged is None else ():
+            piece = tokens[start : start + block + 1]  # its last token is the next one's first
+            losses.append(evaluate(learner.predictor(), piece, autocast=meter.cast))  # before it is learned
+            try:
+                took[learner.learn(piece)] += len(piece) - 1
+            except NotFiniteUpdate:
+                diverged = visit
+                break
+        progressive.append(float(np.mean(losses)) if diverged is None else math.nan)
+        claimed.append(dict(took))
         matrix.append(matrix_row())
     return {
-        "order": settings["order"], "matrix": matrix, "progressive": [done.loss for done in passes],
-        "claimed": [done.claimed for done in passes], "seconds": time.perf_counter() - started,
+        "order": settings["order"], "matrix": matrix, "progressive": progressive, "claimed": claimed,
+        "diverged": diverged, "seconds": time.perf_counter() - started,
         "base_unchanged": fingerprint(base) == unchanged, **learner.described(),
     }  # fmt: skip

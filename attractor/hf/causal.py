@@ -58,12 +58,15 @@ class CausalLM(nn.Module):
     def __init__(self, net: Retrofit, name: str | None = IN_USE, *, context: int | None = None) -> None:
         super().__init__()
         own = net.model.config.get_text_config()
-        context = getattr(own, "max_position_embeddings", None) if context is None else context
+        longest = getattr(own, "max_position_embeddings", None)
+        context = longest if context is None else context
         if context is None:
             raise ValueError(
                 f"{type(net.model).__name__} does not say how long its context is: give context="
             )
         check_size("context", context)
+        if longest is not None and context > longest:
+            raise ValueError(f"context={context} is more than the model's {longest} positions")
         self.name = net.active if name is IN_USE else name
         layers = {} if self.name is None else net.apn_layers(self.name)
         # first, so that their parameters have these names and not those in the model

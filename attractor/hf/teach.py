@@ -56,7 +56,7 @@ def teach(
     evaluated = {round(number * steps / evaluations) for number in range(evaluations + 1)}
     warmup = max(1, steps // 12)
     losses: list[dict[str, float]] = []
-    best, best_step, seconds = math.inf, 0, 0.0
+    best, best_step, seconds, diverged = math.inf, 0, 0.0, False
     for step in range(steps + 1):
         stopped = stop()
         if step in evaluated or stopped:
@@ -78,8 +78,9 @@ def teach(
         with mode(model, training=True), autocast(device, precision):
             logits = model(inputs)
         loss_now = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-        if not loss_now.isfinite():
-            raise FloatingPointError(f"the loss of step {step} is not finite; the best so far is kept")
+        if not loss_now.isfinite():  # the rate is too high: what was best before stays the result
+            diverged = True
+            break
         optimizer.zero_grad()
         loss_now.backward()
         nn.utils.clip_grad_norm_(learning, clip_norm)
@@ -88,7 +89,7 @@ def teach(
         report({"step": step + 1})
     return {
         "before": losses[0]["validation"], "best": best, "best_step": best_step, "losses": losses,
-        "steps": step, "stopped": stopped, "seconds": seconds,
+        "steps": step, "stopped": stopped, "diverged": diverged, "seconds": seconds,
         "trained": sum(parameter.numel() for parameter in learning),
         "tokens": step * batch_size * model.config.context,
     }  # fmt: skip
