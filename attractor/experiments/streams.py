@@ -1,6 +1,7 @@
 """A stream that goes from domain to domain and back, once, and nobody says where it is: one method's cell."""
 
 import math
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -53,14 +54,14 @@ class Online:
 class Guarded:
     """GuardedLearner without labels: overlays open and are found again by themselves."""
 
-    def __init__(self, base: GPT, plan: Plan, rate: float, home: np.ndarray) -> None:
+    def __init__(self, base: GPT, plan: Plan, rate: float, home: np.ndarray, archive: Path) -> None:
         block = plan.batch_size * base.config.context
         update = UpdateConfig(train=PAPER_ROLES, learning_rate=rate, clip_norm=1.0)
         config = GuardConfig(
             learn=LearnConfig(update=update, budget=block), attention="whole", also=("embedding", "norms"),
             piece=block + 1, keep_versions=1,
         )  # fmt: skip
-        self.learner = GuardedLearner(base, config=config)
+        self.learner = GuardedLearner(base, config=config, archive=archive)
         self.learner.calibrate(home)
 
     def learn(self, piece: np.ndarray) -> str:
@@ -98,7 +99,11 @@ def run(settings: Settings, folder: Path) -> Values:
     torch.manual_seed(settings["seed"])
     learner: Online | Guarded
     if settings["method"] == GUARDED:
-        learner = Guarded(base, plan, settings["rate"], next(iter(home.values())).validation)
+        archive = (
+            folder / "archives" / f"{'-'.join(settings['order'])}-{settings['rate']:g}-{settings['seed']}"
+        )
+        shutil.rmtree(archive, ignore_errors=True)  # of a run that was stopped
+        learner = Guarded(base, plan, settings["rate"], home[settings["order"][0]].validation, archive)
     else:
         make: Callable[..., Adapter] = METHODS[settings["method"]].make
         learner = Online(make(situation(plan, settings, base, home)), plan, settings["rate"])
