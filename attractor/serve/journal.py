@@ -113,7 +113,11 @@ class Journal:
     def append(
         self, kind: str, fields: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
     ) -> int:
-        """The number of the new record. If this raises, there is no such record."""
+        """The number of the new record. If this raises, there is no such record.
+
+        One exception: where the journal became read-only, the record could not be taken back for sure. Then
+        the next `open` finds it whole or cuts it off.
+        """
         text, packed = encode(kind, fields, tensors or {})
         with self._lock:
             self._check_writable()
