@@ -1,0 +1,1 @@
+"""Serving a model that keeps learning."""
