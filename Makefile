@@ -25,8 +25,8 @@ lint: $(READY_TO_TEST)  ## ruff and the import direction
 types: $(READY_TO_TEST)  ## mypy
 	@$(BIN)/mypy
 
-pytest: $(READY_TO_TEST)  ## the tests alone
-	@$(BIN)/python -m pytest -q
+pytest: $(READY_TO_TEST)  ## the tests alone, on two cores
+	@$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 clean:  ## remove .venv and every cache
 	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
