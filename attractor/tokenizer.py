@@ -173,19 +173,36 @@ class ByteTokenizer(Tokenizer):
         return cls()
 
 
-class BPETokenizer(Tokenizer):
-    """Byte-level BPE by Hugging Face tokenizers; all 256 bytes are tokens, so nothing is unknown."""
+class LibraryTokenizer(Tokenizer):
+    """One of Hugging Face tokenizers, kept as the library writes it."""
+
+    def __init__(self, library_json: str) -> None:
+        try:
+            self._tokenizer = _library().Tokenizer.from_str(library_json)
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"the embedded {self.kind} tokenizer is damaged: {error}") from error
+
+    def decode(self, ids: ArrayLike) -> str:
+        """Tokens that cut a character in half become replacement characters."""
+        return self._tokenizer.decode(self._check_ids(ids).tolist(), skip_special_tokens=False)
+
+    def _fields(self) -> dict[str, Any]:
+        return {"tokenizers": json.loads(self._tokenizer.to_str())}
+
+    @classmethod
+    def _from_fields(cls, fields: dict[str, Any]) -> Self:
+        return cls(json.dumps(fields.get("tokenizers")))
+
+
+class BPETokenizer(LibraryTokenizer):
+    """Byte-level BPE; all 256 bytes are tokens, so nothing is unknown."""
 
     kind = "bpe"
 
     def __init__(self, library_json: str) -> None:
-        library = _library()
-        try:
-            self._tokenizer = library.Tokenizer.from_str(library_json)
-        except Exception as error:  # the library raises nothing narrower
-            raise ValueError(f"the embedded BPE model is damaged: {error}") from error
+        super().__init__(library_json)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        if missing := set(library.pre_tokenizers.ByteLevel.alphabet()) - set(vocabulary):
+        if missing := set(_library().pre_tokenizers.ByteLevel.alphabet()) - set(vocabulary):
             raise ValueError(f"the embedded BPE model lacks {len(missing)} of the 256 bytes")
         if sorted(vocabulary.values()) != list(range(len(vocabulary))):
             raise ValueError("the embedded BPE model does not number its tokens 0, 1, 2, ...")
@@ -222,28 +239,11 @@ class BPETokenizer(Tokenizer):
         parts = [self._tokenizer.encode(_check_text(piece)).ids for piece in self.pieces(_slices(text))]
         return np.array([token for ids in parts for token in ids], dtype=np.int64)
 
-    def decode(self, ids: ArrayLike) -> str:
-        """Tokens that cut a character in half become replacement characters."""
-        return self._tokenizer.decode(self._check_ids(ids).tolist(), skip_special_tokens=False)
 
-    def _fields(self) -> dict[str, Any]:
-        return {"tokenizers": json.loads(self._tokenizer.to_str())}
-
-    @classmethod
-    def _from_fields(cls, fields: dict[str, Any]) -> Self:
-        return cls(json.dumps(fields.get("tokenizers")))
-
-
-class PretrainedTokenizer(Tokenizer):
-    """Whatever tokenizer of the library a pretrained model came with, without its special tokens."""
+class PretrainedTokenizer(LibraryTokenizer):
+    """Whatever tokenizer a pretrained model came with, without its special tokens."""
 
     kind = "pretrained"
-
-    def __init__(self, library_json: str) -> None:
-        try:
-            self._tokenizer = _library().Tokenizer.from_str(library_json)
-        except Exception as error:  # the library raises nothing narrower
-            raise ValueError(f"the embedded tokenizer is damaged: {error}") from error
 
     @property
     def vocab_size(self) -> int:
@@ -251,16 +251,6 @@ class PretrainedTokenizer(Tokenizer):
 
     def encode(self, text: str) -> NDArray[np.int64]:
         return np.array(self._tokenizer.encode(_check_text(text), add_special_tokens=False).ids, np.int64)
-
-    def decode(self, ids: ArrayLike) -> str:
-        return self._tokenizer.decode(self._check_ids(ids).tolist(), skip_special_tokens=False)
-
-    def _fields(self) -> dict[str, Any]:
-        return {"tokenizers": json.loads(self._tokenizer.to_str())}
-
-    @classmethod
-    def _from_fields(cls, fields: dict[str, Any]) -> Self:
-        return cls(json.dumps(fields.get("tokenizers")))
 
 
 TOKENIZERS: dict[str, type[CharTokenizer] | type[ByteTokenizer] | type[BPETokenizer]] = {

@@ -140,7 +140,7 @@ def test_tokenizers_of_pretrained_models(folder, tmp_path):
     assert isinstance(again, PretrainedTokenizer)
     assert again == tokenizer
     assert again.vocab_size == 300
-    with pytest.raises(ValueError, match="the embedded tokenizer is damaged"):
+    with pytest.raises(ValueError, match="the embedded pretrained tokenizer is damaged"):
         PretrainedTokenizer("{}")
     with pytest.raises(ValueError, match="outside the vocabulary"):
         tokenizer.decode([300])

@@ -40,9 +40,9 @@ from attractor.continual.lesson import (
     Totals,
     contiguous_windows,
     tokens_of,
-    whole_number,
 )
 from attractor.continual.prototypes import pull, turn
+from attractor.continual.state import restore, state_of
 from attractor.continual.update import (
     LocalUpdate,
     NotFiniteUpdate,
@@ -50,11 +50,12 @@ from attractor.continual.update import (
     all_or_nothing,
     most_specific,
     precise,
+    used_patches,
 )
 from attractor.data import IGNORED
 from attractor.evaluate import autocast, evaluate, perplexity, routing
 from attractor.generate import generate
-from attractor.layer import APN, RoutingStats, mode
+from attractor.layer import APN, mode
 from attractor.model import GPT
 from attractor.tokenizer import Tokenizer
 
@@ -254,7 +255,7 @@ class OnlineLearner:
                     key: torch.zeros_like(p) if gradient is None else gradient
                     for (key, p), gradient in zip(names, found, strict=True)
                 }
-        chosen, counts = self._usage(stats, counted, admission.admitted)
+        chosen, counts = used_patches(stats, counted, admission.admitted)
         lesson = Lesson(inputs.numel(), taught, gradients, chosen, counts)
         if self.config.prototype_rate:
             pulls = {n: pull(self.layers[n], stats[n], x, admission.admitted) for n, x in captured.items()}
@@ -273,18 +274,6 @@ class OnlineLearner:
         }
         seen = Observation(loss_sum=loss_sum, scored=scored, taught=taught, held_back=held_back)
         return lesson, seen, self.totals.surprise.after_sums(scored, loss_sum, square_sum)
-
-    def _usage(
-        self, stats: Mapping[Any, RoutingStats], counted: Tensor, admitted: Tensor
-    ) -> tuple[dict[Any, Tensor], dict[Any, Tensor]]:
-        """For each layer: the patches that admitted tokens selected, and how often all selected each."""
-        chosen, counts = {}, {}
-        for number, layer in self.layers.items():
-            slots = stats[number].indices.masked_fill(~counted[..., None], -1)
-            counts[number] = _tally(slots, layer.num_patches)
-            idle = (stats[number].weights == 0) | ~admitted[..., None]  # also what patch dropout removed
-            chosen[number] = _tally(slots.masked_fill(idle, -1), layer.num_patches) > 0
-        return chosen, counts
 
     def _learn(self, lesson: Lesson, token: int, undo: Undo) -> tuple[Observation, dict[Any, Habits]]:
         """One update from a lesson. What it changes is taken back by `undo`; counters are the caller's."""
@@ -405,21 +394,11 @@ class OnlineLearner:
             self.model.save_pretrained(partial)
             if self.tokenizer is not None:
                 self.tokenizer.save(partial / "tokenizer.json")
-            habits = self.allocator.habits
-            tensors = {f"update.{key}": value for key, value in self.update.state_dict().items()}
-            tensors |= {f"usage.{number}": own.usage for number, own in habits.items()}
-            tensors |= {f"born.{number}": own.born for number, own in habits.items()}
+            tensors, state = state_of(self)
             try:
                 save_file({k: v.contiguous() for k, v in tensors.items()}, partial / "learner.safetensors")
             except SafetensorError as error:
                 raise OSError(f"cannot write {folder}: {error}") from error
-            state = {
-                "config": self.config.to_dict(), "totals": dataclasses.asdict(self.totals),
-                "history": self.history.tolist(), "source": self.source, "notes": self.notes,
-                "most": dict(self.allocator.most),
-                "unfamiliar": {number: own.unfamiliar for number, own in habits.items()},
-                "allocated": {number: own.allocated for number, own in habits.items()},
-            }  # fmt: skip
             (partial / "learner.json").write_text(json.dumps(state, indent=2))
 
         write_folder(Path(folder), fill)
@@ -447,45 +426,11 @@ class OnlineLearner:
             learner = cls(
                 model, tokenizer, config or LearnConfig.from_dict(state["config"]), precision=precision
             )
-            learner._restore(state, tensors)
+            restore(learner, state, tensors)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError,
                 SafetensorError) as error:  # fmt: skip
             raise ValueError(f"{found} holds a damaged learner: {error!r}") from error
         return learner
 
-    def _restore(self, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Checked as strictly as a file that anybody may have written deserves."""
-        own = {k.removeprefix("update."): v for k, v in tensors.items() if k.startswith("update.")}
-        if not all(value.isfinite().all() for value in tensors.values()):
-            raise ValueError("numbers that are not finite")
-        habits = {}
-        for number, layer in self.layers.items():
-            key, usage, born = str(number), tensors[f"usage.{number}"], tensors[f"born.{number}"]
-            if usage.shape != (layer.num_patches,) or born.shape != (layer.num_patches,):
-                raise ValueError(f"the usage of layer {number} does not fit its {layer.num_patches} patches")
-            known = self.allocator.habits[number]
-            habits[number] = Habits(
-                usage.to(known.usage), born.to(known.born), whole_number(state["unfamiliar"][key]),
-                whole_number(state["allocated"][key], least=-(2**62)),
-            )  # fmt: skip
-        restored = Totals.from_dict(state["totals"])
-        history = np.asarray(state["history"], dtype=np.int64)[-self.model.config.context :]
-        if len(history):
-            history = self._tokens(history)
-        if not isinstance(state["notes"], dict) or not isinstance(state["source"], str | None):
-            raise ValueError("notes or source of the wrong type")
-        most = {number: whole_number(state["most"][str(number)], least=1) for number in self.layers}
-        self.update.load_state_dict(own)
-        if self.config.allocation.most_patches is None:
-            self.allocator.most = most
-        self.allocator.habits, self.totals, self.history = habits, restored, history
-        self.source, self.notes = state["source"], state["notes"]
-
     def _tokens(self, text: Text) -> np.ndarray:
         return tokens_of(text, self.tokenizer, self.model.config.vocab_size, self.config.max_observation)
-
-
-def _tally(patches: Tensor, count: int) -> Tensor:
-    """(count) how often each patch is named; -1 is none. Unlike `bincount` it never waits for the GPU."""
-    places = patches.flatten() + 1
-    return places.new_zeros(count + 1).scatter_add_(0, places, torch.ones_like(places))[1:]

@@ -73,6 +73,25 @@ def taught_patches(stats: RoutingStats, taught: Tensor | None = None) -> Tensor:
     return patches[patches >= 0]
 
 
+def used_patches(
+    stats: Mapping[Any, RoutingStats], counted: Tensor, admitted: Tensor
+) -> tuple[dict[Any, Tensor], dict[Any, Tensor]]:
+    """For each layer: which patches admitted tokens selected (K), and how often all counted ones each (K)."""
+    chosen, counts = {}, {}
+    for number, found in stats.items():
+        slots = found.indices.masked_fill(~counted[..., None], -1)
+        counts[number] = _tally(slots, found.num_patches)
+        idle = (found.weights == 0) | ~admitted[..., None]  # also what patch dropout removed
+        chosen[number] = _tally(slots.masked_fill(idle, -1), found.num_patches) > 0
+    return chosen, counts
+
+
+def _tally(patches: Tensor, count: int) -> Tensor:
+    """(count) how often each patch is named; -1 is none. Unlike `bincount` it never waits for the GPU."""
+    places = patches.flatten() + 1
+    return places.new_zeros(count + 1).scatter_add_(0, places, torch.ones_like(places))[1:]
+
+
 def most_specific(patches: Tensor, used_here: Tensor, used_before: Tensor, most: int) -> Tensor:
     """Of `patches`, the `most` with the largest share here over their share before; both are counts (K)."""
     if len(patches) <= most:

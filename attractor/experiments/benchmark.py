@@ -44,11 +44,10 @@ class Variant:
     name: str
     apn: dict[str, Any] = field(default_factory=dict)
     train: dict[str, Any] = field(default_factory=dict)
-    model: dict[str, Any] = field(default_factory=dict)
 
     def of(self, config: RunConfig) -> RunConfig:
         apn = dataclasses.replace(config.model.apn, **self.apn)
-        model = dataclasses.replace(config.model, apn=apn, **self.model)
+        model = dataclasses.replace(config.model, apn=apn)
         return dataclasses.replace(config, model=model, train=dataclasses.replace(config.train, **self.train))
 
 

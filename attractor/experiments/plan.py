@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from attractor.checkpoint import find_model
 from attractor.config import APNConfig, DataConfig, GPTConfig, MoEConfig, RunConfig, TrainConfig
 from attractor.data import open_text
 from attractor.experiments.grid import Settings
+from attractor.hf.teach import annealed
 from attractor.model import GPT
 
 Size = Literal["smoke", "small", "full"]
@@ -69,9 +69,7 @@ class Plan:
         return run
 
     def rate_at(self, step: int, rate: float) -> float:
-        """Warm-up, then half a cosine to zero."""
-        rising = min(1.0, (step + 1) / max(1, round(self.warmup * self.steps)))
-        return rate * rising * (0.5 + 0.5 * math.cos(math.pi * step / self.steps))
+        return rate * annealed(step, self.steps, round(self.warmup * self.steps))
 
     def evaluated(self) -> list[int]:
         return sorted({round(i * self.steps / self.evaluations) for i in range(self.evaluations + 1)})

@@ -31,6 +31,8 @@ from attractor.continual.learner import OnlineLearner
 from attractor.data import Batches, Dataset, read_text
 from attractor.distributed import parse_device
 from attractor.evaluate import autocast, evaluate, perplexity, routing
+from attractor.experiments.grid import cell_file, read_cell
+from attractor.experiments.methods import PAPER_ROLES
 from attractor.experiments.result import write_result
 from attractor.experiments.table1 import run_config, train_and_measure
 from attractor.model import GPT
@@ -39,9 +41,6 @@ PAPER = {
     "dense, everything": {"A_before": 4.32, "B_before": 4.99, "A_after": 29.44, "B_after": 17.78},
     "APN, paper rule": {"A_before": 4.55, "B_before": 5.26, "A_after": 11.12, "B_after": 6.38},
 }
-PAPER_ROLES = ("decoders", "gates", "encoder", "prototypes")
-"""U, a, b, V and P: what the paper's rule trains."""
-
 Size = Literal["smoke", "paper"]
 Report = Callable[[dict[str, Any]], None]
 
@@ -252,17 +251,17 @@ def run(
         if "apn" in models:
             found[name]["overlap"] = overlap(models["apn"], data)
         for row in rows:
-            cell = folder / "cells" / f"{name}-{row.replace(', ', '-').replace(' ', '-')}-{seed}.json"
+            cell = f"{name}-{row.replace(', ', '-').replace(' ', '-')}-{seed}"
             settings = {
                 "protocol": list(protocol),
                 "texts": data.hash(),
                 "model": trained[ROWS[row].model]["val_loss"],
             }
-            values = _finished(cell, settings)
+            values = read_cell(folder, cell, json.loads(json.dumps(settings)))
             if values is None:
                 watch = progress(f"{name}: {row}")
                 values = adapt(row, models[ROWS[row].model], data, protocol, seed=seed, report=watch)
-                write_result(cell, {"settings": settings, "values": values})
+                write_result(cell_file(folder, cell), {"settings": settings, "values": values})
             found[name]["rows"][row] = values
             done += protocol.steps
     result_values = {
@@ -273,13 +272,6 @@ def run(
     }  # fmt: skip
     write_result(result, result_values)
     return result_values
-
-
-def _finished(cell: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
-    if not cell.is_file():
-        return None
-    saved = json.loads(cell.read_text())
-    return saved["values"] if saved["settings"] == json.loads(json.dumps(settings)) else None
 
 
 def table(result: dict[str, Any]) -> str:

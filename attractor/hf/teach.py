@@ -26,6 +26,11 @@ from attractor.model import GPT
 Report = Callable[[dict[str, Any]], None]
 
 
+def annealed(step: int, steps: int, warmup: int) -> float:
+    """The share of a learning rate: a warm-up, under half a cosine to zero."""
+    return min(1.0, (step + 1) / max(1, warmup)) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
+
+
 def teach(
     model: CausalLM,
     parameters: Iterable[nn.Parameter],
@@ -54,7 +59,6 @@ def teach(
     optimizer = torch.optim.AdamW(learning, lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     batches = Batches(train, batch_size, model.config.context, seed)
     evaluated = {round(number * steps / evaluations) for number in range(evaluations + 1)}
-    warmup = max(1, steps // 12)
     losses: list[dict[str, float]] = []
     best, best_step, seconds, diverged = math.inf, 0, 0.0, False
     for step in range(steps + 1):
@@ -70,9 +74,8 @@ def teach(
                 keep()
         if step == steps or stopped:
             break
-        rate = learning_rate * min(1.0, (step + 1) / warmup) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = learning_rate * annealed(step, steps, steps // 12)
         started = time.perf_counter()
         inputs, targets = (part.to(device) for part in next(batches))
         with mode(model, training=True), autocast(device, precision):

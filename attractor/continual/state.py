@@ -1,0 +1,56 @@
+"""What an OnlineLearner needs to go on, beside its model: tensors and JSON, and back."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from attractor.continual.allocate import Habits
+from attractor.continual.lesson import Totals, whole_number
+
+if TYPE_CHECKING:
+    from attractor.continual.learner import OnlineLearner
+
+
+def state_of(learner: "OnlineLearner") -> tuple[dict[str, Tensor], dict[str, Any]]:
+    habits = learner.allocator.habits
+    tensors = {f"update.{key}": value for key, value in learner.update.state_dict().items()}
+    tensors |= {f"usage.{number}": own.usage for number, own in habits.items()}
+    tensors |= {f"born.{number}": own.born for number, own in habits.items()}
+    return tensors, {
+        "config": learner.config.to_dict(), "totals": dataclasses.asdict(learner.totals),
+        "history": learner.history.tolist(), "source": learner.source, "notes": learner.notes,
+        "most": dict(learner.allocator.most),
+        "unfamiliar": {number: own.unfamiliar for number, own in habits.items()},
+        "allocated": {number: own.allocated for number, own in habits.items()},
+    }  # fmt: skip
+
+
+def restore(learner: "OnlineLearner", state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Checked as strictly as a file that anybody may have written deserves; nothing changes before."""
+    own = {k.removeprefix("update."): v for k, v in tensors.items() if k.startswith("update.")}
+    if not all(value.isfinite().all() for value in tensors.values()):
+        raise ValueError("numbers that are not finite")
+    habits = {}
+    for number, layer in learner.layers.items():
+        key, usage, born = str(number), tensors[f"usage.{number}"], tensors[f"born.{number}"]
+        if usage.shape != (layer.num_patches,) or born.shape != (layer.num_patches,):
+            raise ValueError(f"the usage of layer {number} does not fit its {layer.num_patches} patches")
+        known = learner.allocator.habits[number]
+        habits[number] = Habits(
+            usage.to(known.usage), born.to(known.born), whole_number(state["unfamiliar"][key]),
+            whole_number(state["allocated"][key], least=-(2**62)),
+        )  # fmt: skip
+    totals = Totals.from_dict(state["totals"])
+    history = np.asarray(state["history"], dtype=np.int64)[-learner.model.config.context :]
+    if len(history):
+        history = learner._tokens(history)
+    if not isinstance(state["notes"], dict) or not isinstance(state["source"], str | None):
+        raise ValueError("notes or source of the wrong type")
+    most = {number: whole_number(state["most"][str(number)], least=1) for number in learner.layers}
+    learner.update.load_state_dict(own)
+    if learner.config.allocation.most_patches is None:
+        learner.allocator.most = most
+    learner.allocator.habits, learner.totals, learner.history = habits, totals, history
+    learner.source, learner.notes = state["source"], state["notes"]
