@@ -159,7 +159,7 @@ WORDS = {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}
         (json.dumps(CHAR | {"characters": ["b", "a"]}), "code point order"),
         (json.dumps(CHAR | {"characters": []}), "at least one character"),
         (json.dumps(CHAR | {"colour": 1}), r"unknown fields \['colour'\]"),
-        (json.dumps({"schema_version": 1, "kind": "bpe"}), "embedded BPE model is damaged"),
+        (json.dumps({"schema_version": 1, "kind": "bpe"}), "embedded bpe tokenizer is damaged"),
         (
             json.dumps(
                 {"schema_version": 1, "kind": "bpe", "tokenizers": {"version": "1.0", "model": WORDS}}
