@@ -149,9 +149,9 @@ class Disk(Files):
         try:
             self._call("write")
         except OSError:
-            self._change(handle, (offset, data[: len(data) // 2]))  # that much there was room for
+            self._change(handle, (offset, bytes(data[: len(data) // 2])))  # that much there was room for
             raise
-        self._change(handle, (offset, data))
+        self._change(handle, (offset, bytes(data)))
 
     def truncate(self, handle: int, size: int) -> None:
         self._call("truncate")

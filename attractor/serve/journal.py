@@ -118,12 +118,12 @@ class Journal:
         One exception: where the journal became read-only, the record could not be taken back for sure. Then
         the next `open` finds it whole or cuts it off.
         """
-        text, packed = encode(kind, fields, tensors or {})
+        payload = encode(kind, fields, tensors or {})
         with self._lock:
             self._check_writable()
-            data, end = chained(self._mark, self._end, self._synced.sequence, text, packed)
+            end = chained(self._mark, self._end, self._synced.sequence, payload)
             try:
-                self._files.write(self._handle, self._end.offset, data)
+                self._files.write(self._handle, self._end.offset, payload.data)
                 if self.policy == "always":
                     self._files.fsync(self._handle)
                     self._synced = end
