@@ -91,24 +91,22 @@ class Entry:
     text: bytes
     tensors: bytes
 
-    def record(self, with_tensors: bool = True) -> Record:
-        """Without its tensors they are on the device "meta": names, types and shapes, no bytes."""
+    def record(self) -> Record:
         try:
             told = json.loads(self.text)
-            read = load if with_tensors else _outline
-            tensors = read(self.tensors) if self.tensors else {}
+            tensors = load(self.tensors) if self.tensors else {}
             return Record(self.end.sequence, told["kind"], told["fields"], tensors)
         except (LookupError, TypeError, ValueError, SafetensorError) as error:
             raise ValueError(f"record {self.end.sequence} is whole but not one of ours: {error}") from error
 
-
-def _outline(data: bytes) -> dict[str, Tensor]:
-    (size,) = struct.unpack_from("<Q", data)
-    names = {word: dtype for dtype, word in DTYPES.items()}
-    return {
-        name: torch.empty(told["shape"], dtype=names[told["dtype"]], device="meta")
-        for name, told in json.loads(data[8 : 8 + size]).items()
-    }
+    def outline(self) -> tuple[str, dict[str, Any], dict[str, tuple[str, list[int]]]]:
+        """Kind, fields, and the types and shapes of its tensors, without their bytes."""
+        told, index = json.loads(self.text), {}
+        if self.tensors:
+            (size,) = struct.unpack_from("<Q", self.tensors)
+            index = json.loads(self.tensors[8 : 8 + size])
+        tensors = {name: (about["dtype"], about["shape"]) for name, about in index.items()}
+        return told["kind"], told["fields"], tensors
 
 
 @dataclass(frozen=True)
@@ -301,6 +299,14 @@ class Walk:
                 yield from self._entries(handle, path, header.mark, is_last)
             finally:
                 self.files.close(handle)
+
+    def records(self, after: int, upto: int) -> Iterator[Record]:
+        """Nothing is read behind `upto`."""
+        for entry in self if after < upto else ():
+            if entry.end.sequence > after:
+                yield entry.record()
+            if entry.end.sequence >= upto:
+                return
 
     def _check(self, header: Header, path: Path) -> None:
         if path.name != segment_name(header.first):
