@@ -283,6 +283,11 @@ class Journal:
         """The number of the newest record."""
         return self._end.sequence
 
+    @property
+    def nbytes(self) -> int:
+        """Of all segments."""
+        return sum(path.stat().st_size for path in segment_paths(self._files, self.folder))
+
     def records(self, after: int = 0, upto: int | None = None) -> Iterator[Record]:
         """Those after this number, as far as there are now; a ValueError if some of them were dropped."""
         with self._lock:

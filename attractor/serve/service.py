@@ -24,6 +24,7 @@ from attractor.serve.engine import Engine, Job, Ticket
 from attractor.serve.errors import Busy, Unavailable
 from attractor.serve.files import Files
 from attractor.serve.journal import SyncName
+from attractor.serve.monitoring import Monitor
 from attractor.serve.rules import SELF, Canaries, Rules, self_canary
 from attractor.serve.store import Store
 from attractor.serve.teacher import Teacher, blank, identity
@@ -219,11 +220,11 @@ class Service:
         return {
             "version": self.version, "uptime": time.time() - self.started, "learning": self._learning,
             "progressive": told["progressive"], "canaries": told["canaries"], "usage": told["usage"],
-            "overlays": told["overlays"], "drift": drift, "posteriors": figures["posteriors"],
+            "overlays": told["overlays"], "drift": drift, "posteriors": figures["recent"],
             "queue": {"generating": figures["rows"], "waiting": figures["waiting"], "learning": count,
                       "limit": self.limits.lessons},
             "tokens_per_second": figures["tokens_per_second"],
-            "journal": {"last": self.store.last, "bytes": self.store.nbytes,
+            "journal": {"last": self.store.last, "bytes": self.store.journal.nbytes,
                         "recovered": self.store.recovered},
         }  # fmt: skip
 
