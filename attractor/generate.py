@@ -79,7 +79,7 @@ def sample(
 def candidates(
     logits: Tensor, temperature: float, top_k: int | None, top_p: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Unnormalised probabilities, likeliest first, and the tokens they belong to: (batch, vocabulary) both."""
+    """Probabilities (batch, vocabulary), not normalised, likeliest first, and the tokens they belong to."""
     ordered, order = (logits / temperature).sort(dim=-1, descending=True, stable=True)
     probabilities = ordered.softmax(-1)
     if top_k is not None:

@@ -70,8 +70,8 @@ class RaggedCache(KVCache):
         self.length = 0
         self._place([0])
 
-    def _place(self, starts: list[int]) -> None:
-        self.starts, self.first = starts, min(starts, default=0)
+    def _place(self, starts: list[int], default: int = 0) -> None:
+        self.starts, self.first = starts, min(starts, default=default)
         self._placed: Tensor | None = None  # `starts` as a tensor (B, 1)
         self._mask: Tensor | None = None
 
@@ -129,7 +129,7 @@ class RaggedCache(KVCache):
             for old, new in zip(pair, (keys, values), strict=True):
                 new[:rows, :, left : left + self.length] = old[:rows, :, self.first : self.end]
             self.layers[number] = (keys, values)
-        self._place([start - self.first + left for start in self.starts])
+        self._place([start - self.first + left for start in self.starts], left)
 
     def add(self, other: "RaggedCache") -> None:
         """The row of `other`, behind ours."""
