@@ -1,11 +1,11 @@
 """A live source as flat tensors and JSON, what a lesson changed of it, and copies of it that readers keep.
 
-    tensors = tensors_of(held)                          # name -> the live tensor: weights, moments, usage
-    with held.learner.attempt() as undo:
-        before = tensors_of(held)
-        held.learner.observe(text)
-        change = change_of(before, tensors_of(held), undo)
-    change.tensors()                                    # what a journal keeps of the lesson
+tensors = tensors_of(held)                          # name -> the live tensor: weights, moments, usage
+with held.learner.attempt() as undo:
+    before = tensors_of(held)
+    held.learner.observe(text)
+    change = change_of(before, tensors_of(held), undo)
+change.tensors()                                    # what a journal keeps of the lesson
 """
 
 import copy

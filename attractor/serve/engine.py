@@ -277,7 +277,7 @@ class Engine:
 
     def _note(self, task: Task, row: Row, finish: Finish) -> None:
         seen = {
-            "version": row.publication.version, "tokens": task.written, "finish": finish,
+            "at": time.time(), "version": row.publication.version, "tokens": task.written, "finish": finish,
             "posterior": self._desk.posterior(row),
         }  # fmt: skip
         with self._changed:

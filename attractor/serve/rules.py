@@ -86,7 +86,7 @@ class Canaries:
             limit = (1 + self.rules.canary_rise) * told["base"]
             if not told.get("perplexity", 0.0) <= limit:  # NaN is refused too
                 raise Refused(
-                    f"canary {name!r} would have perplexity {told['perplexity']:.4g}; {limit:.4g} is the most",
+                    f"canary {name!r} would be at {told['perplexity']:.4g}; {limit:.4g} is the most",
                     figures,
                 )
             if self.rules.drift is not None and not told.get("drift", 0.0) <= self.rules.drift:

@@ -1,8 +1,8 @@
 """The parts of a server put together: readers in the engine, one writer in a thread, a store behind it.
 
-    with Service.open(learner, name="tiny", data="served", canaries={"old": tokens}) as service:
-        service.submit(Job(prompt=[1, 2, 3], max_tokens=20))
-        service.learn(["a text"], source="kjv", key="k1")
+with Service.open(learner, name="tiny", data="served", canaries={"old": tokens}) as service:
+    service.submit(Job(prompt=[1, 2, 3], max_tokens=20))
+    service.learn(["a text"], source="kjv", key="k1")
 """
 
 import logging
@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 
@@ -136,9 +136,7 @@ class Service:
 
     def versions(self, limit: int = 100, before: int | None = None) -> list[dict[str, Any]]:
         """The newest first."""
-        lines = [
-            line for line in self.teacher.told["history"] if before is None or line["version"] < before
-        ]
+        lines = [line for line in self.teacher.told["history"] if before is None or line["version"] < before]
         return lines[: -limit - 1 : -1]
 
     def overlays(self) -> dict[str, dict[str, Any]]:
@@ -212,21 +210,27 @@ class Service:
     # --- watching
 
     def monitor(self) -> Monitor:
+        """Figures for a dashboard; no poll waits for the writer."""
         told, figures = self.teacher.told, self.engine.stats()
+        recent = [
+            {"at": seen["at"], "version": seen["version"], "shares": seen["posterior"]}
+            for seen in figures["recent"]
+        ]
         with self._lock:
             count = self._count
         budget = self.rules.drift
         drift = {} if budget is None else {n: {"used": u, "budget": budget} for n, u in told["drift"].items()}
-        return {
+        values: dict[str, Any] = {
             "version": self.version, "uptime": time.time() - self.started, "learning": self._learning,
             "progressive": told["progressive"], "canaries": told["canaries"], "usage": told["usage"],
-            "overlays": told["overlays"], "drift": drift, "posteriors": figures["recent"],
+            "overlays": told["overlays"], "drift": drift, "posteriors": recent,
             "queue": {"generating": figures["rows"], "waiting": figures["waiting"], "learning": count,
                       "limit": self.limits.lessons},
             "tokens_per_second": figures["tokens_per_second"],
             "journal": {"last": self.store.last, "bytes": self.store.journal.nbytes,
                         "recovered": self.store.recovered},
         }  # fmt: skip
+        return cast(Monitor, values)
 
     # --- ending
 

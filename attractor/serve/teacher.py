@@ -1,4 +1,4 @@
-"""The one writer: tries a lesson, lets the rules judge it, makes it durable, and only then shows it to readers.
+"""The one writer: tries a lesson, lets the rules judge it, makes it durable, and then shows it to readers.
 
     teacher = Teacher(GuardedLearner(model, tokenizer, config), store, canaries, rules)
     teacher.publication                       # what readers read, never written again
@@ -73,7 +73,7 @@ class Teacher:
         if learner.config.learn.allocation.mode == "grow":
             raise ValueError('a server keeps the size of its layers: allocation.mode must not be "grow"')
         if learner.sources:
-            raise ValueError("a server keeps its own sources: start from a run or a retrofit without overlays")
+            raise ValueError("a server keeps its own sources: start from a model without overlays")
         self.learner, self.store, self.canaries, self.rules = learner, store, canaries, rules
         self.publish = publish
         self.sources: dict[str, Source] = {}
@@ -179,7 +179,7 @@ class Teacher:
             return known
         if source not in self.sources:
             raise LookupError(f"nothing is kept for {source!r}; sources: {sorted(self.sources)}")
-        answer = {
+        answer: dict[str, Any] = {
             "version": self.store.last + 1, "source": source, "tokens": self.sources[source].tokens,
             "lessons": self.sources[source].version,
         }  # fmt: skip
@@ -211,7 +211,7 @@ class Teacher:
 
     def _tell(self) -> None:
         """Figures for whoever watches, from any thread: they are replaced, never changed."""
-        self.told = {
+        self.told: dict[str, Any] = {
             "progressive": list(self.progressive),
             "canaries": {name: list(seen) for name, seen in self.watched.items()},
             "usage": self._usage(), "drift": dict(self.drifts), "history": list(self.kept.history),
@@ -249,7 +249,7 @@ class Teacher:
         found = [self.learner._tokens(text) for text in texts]
         for number, tokens in enumerate(found):
             if len(tokens) < 2:
-                raise ValueError(f"text {number} has {len(tokens)} token; the first is not predicted: give more")
+                raise ValueError(f"text {number} has 1 token, and the first is not predicted: give more")
         return found
 
     def _check_quota(self, source: str, tokens: int) -> None:
@@ -292,7 +292,7 @@ class Teacher:
             sources[name] = held
         frames = {name: Frames(held) for name, held in sources.items()}
         self.sources, self.frames, self.drifts = sources, frames, {}
-        self.changed = {name: state.version for name in sources}
+        self.changed = dict.fromkeys(sources, state.version)
         self.touched = {name: Touched.of(held) for name, held in sources.items()}
         if everything:
             self.kept = state
