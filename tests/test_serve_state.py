@@ -194,6 +194,7 @@ VALUES = torch.ones(2, 2)
         ("lesson", lesson(), {"rows/bank": ROWS, "values/bank": VALUES.double()}, "float64"),
         ("lesson", lesson(), {"rows/bank": ROWS, "values/bank": VALUES / 0}, "not finite"),
         ("lesson", lesson(), {"whole/bank": VALUES * float("nan")}, "not finite"),
+        ("lesson", lesson(), {"whole/bank": torch.tensor([[1e38, float("inf")], [0, 0]])}, "not finite"),
         ("lesson", lesson(), {"whole/steps": VALUES}, "float32"),
         ("lesson", lesson(), {"whole/bank": VALUES, "values/bank": VALUES}, "as rows and as a whole"),
         ("drop", lesson(fields=..., source="folio"), {}, "no source 'folio'"),
@@ -214,6 +215,14 @@ def test_what_is_refused_changes_nothing(kind, told, tensors, message):
     with pytest.raises(ValueError, match="record 3 does not follow version 1"):
         apply(state, Record(3, "lesson", lesson(), {}), blank, None)
     assert digest(state) == before
+
+
+def test_large_numbers_are_finite():
+    """Though their sum is not."""
+    state = State()
+    large = torch.full((3, 2), 3e38)
+    apply(state, Record(1, "lesson", lesson(), {"whole/bank": large}), blank, None)
+    assert state.sources["kjv"].tensors["bank"].equal(large)
 
 
 def test_the_digest_tells_everything_apart():
