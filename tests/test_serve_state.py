@@ -138,8 +138,9 @@ def record_for(oracle, operation, number):
             chosen = torch.from_numpy(chance.permutation(len(arrays[name]))[: one % 3])
             values = torch.from_numpy(chance.integers(-9, 9, (len(chosen), *width)))
             tensors |= {f"rows/{name}": chosen, f"values/{name}": values.to(blank()[name].dtype) * 1}
-    elif two % 4 == 2:
+    elif two % 4 == 2:  # equal to blank's numbers, and not the same
         tensors |= {"rows/half": torch.tensor([1]), "values/half": torch.full((1, 1, 2), -0.0).bfloat16()}
+        tensors |= {"rows/bank": torch.tensor([0]), "values/bank": torch.tensor([[-0.0, 0.0]])}
         tensors["whole/scale"] = torch.tensor(float(one))
     return "lesson", told, tensors
 
