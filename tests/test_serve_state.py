@@ -138,8 +138,9 @@ def record_for(oracle, operation, number):
             chosen = torch.from_numpy(chance.permutation(len(arrays[name]))[: one % 3])
             values = torch.from_numpy(chance.integers(-9, 9, (len(chosen), *width)))
             tensors |= {f"rows/{name}": chosen, f"values/{name}": values.to(blank()[name].dtype) * 1}
-    elif two % 4 == 2:
+    elif two % 4 == 2:  # equal to blank's numbers, and not the same
         tensors |= {"rows/half": torch.tensor([1]), "values/half": torch.full((1, 1, 2), -0.0).bfloat16()}
+        tensors |= {"rows/bank": torch.tensor([0]), "values/bank": torch.tensor([[-0.0, 0.0]])}
         tensors["whole/scale"] = torch.tensor(float(one))
     return "lesson", told, tensors
 
@@ -194,6 +195,7 @@ VALUES = torch.ones(2, 2)
         ("lesson", lesson(), {"rows/bank": ROWS, "values/bank": VALUES.double()}, "float64"),
         ("lesson", lesson(), {"rows/bank": ROWS, "values/bank": VALUES / 0}, "not finite"),
         ("lesson", lesson(), {"whole/bank": VALUES * float("nan")}, "not finite"),
+        ("lesson", lesson(), {"whole/bank": torch.tensor([[1e38, float("inf")], [0, 0]])}, "not finite"),
         ("lesson", lesson(), {"whole/steps": VALUES}, "float32"),
         ("lesson", lesson(), {"whole/bank": VALUES, "values/bank": VALUES}, "as rows and as a whole"),
         ("drop", lesson(fields=..., source="folio"), {}, "no source 'folio'"),
@@ -214,6 +216,14 @@ def test_what_is_refused_changes_nothing(kind, told, tensors, message):
     with pytest.raises(ValueError, match="record 3 does not follow version 1"):
         apply(state, Record(3, "lesson", lesson(), {}), blank, None)
     assert digest(state) == before
+
+
+def test_large_numbers_are_finite():
+    """Though their sum is not."""
+    state = State()
+    large = torch.full((3, 2), 3e38)
+    apply(state, Record(1, "lesson", lesson(), {"whole/bank": large}), blank, None)
+    assert state.sources["kjv"].tensors["bank"].equal(large)
 
 
 def test_the_digest_tells_everything_apart():

@@ -11,10 +11,12 @@ What was answered once stays known by its key, and history goes on, whatever is 
 """
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -116,7 +118,7 @@ def check_tensors(tensors: Tensors, now: Shapes, blank: Tensors) -> None:
             continue
         if value.dtype != blank[name].dtype:
             raise ValueError(f"{full} is {value.dtype}, and the tensor {blank[name].dtype}")
-        if value.is_floating_point() and not value.isfinite().all():
+        if value.is_floating_point() and not is_finite(value):
             raise ValueError(f"{full} holds numbers that are not finite")
         if what == "values":
             check_rows(name, tensors.get(f"rows/{name}"), value, now[name])
@@ -127,10 +129,19 @@ def check_rows(name: str, rows: Tensor | None, values: Tensor, shape: tuple[int,
         raise ValueError(f"values/{name} needs rows/{name}: whole numbers (int64), one for each row")
     if not shape or tuple(values.shape) != (len(rows), *shape[1:]):
         raise ValueError(f"{len(rows)} rows of {name} {shape} cannot be {tuple(values.shape)}")
-    if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < shape[0]:
-        raise ValueError(f"rows of {name} go from {int(rows.min())} to {int(rows.max())} of {shape[0]}")
-    if len(rows.unique()) < len(rows):
-        raise ValueError(f"rows of {name} are named twice")
+    if len(rows):
+        numbers = rows.numpy(force=True)
+        if not (numbers[1:] > numbers[:-1]).all():  # the usual case needs no sorting
+            numbers = np.sort(numbers)
+            if not (numbers[1:] > numbers[:-1]).all():
+                raise ValueError(f"rows of {name} are named twice")
+        if not 0 <= numbers[0] <= numbers[-1] < shape[0]:
+            raise ValueError(f"rows of {name} go from {numbers[0]} to {numbers[-1]} of {shape[0]}")
+
+
+def is_finite(value: Tensor) -> bool:
+    """One number that is not finite makes a sum that is not; only then every number has to be looked at."""
+    return math.isfinite(value.sum().item()) or bool(value.isfinite().all())
 
 
 def reshaped(known: Mapping[str, Shapes], kind: str, source: str, now: Shapes) -> Mapping[str, Shapes]:
@@ -164,7 +175,7 @@ def write(own: dict[str, Tensor], tensors: Tensors) -> None:
     for full, value in tensors.items():
         what, _, name = full.partition("/")
         if what == "values":
-            own[name][tensors[f"rows/{name}"]] = value
+            own[name].index_copy_(0, tensors[f"rows/{name}"], value)
         elif what == "whole":
             own[name] = value.detach().cpu().clone()
 

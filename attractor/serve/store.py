@@ -54,7 +54,6 @@ class Store:
         for name in files.names(folder / "snapshots"):
             if name.startswith(PARTIAL):
                 files.unlink(folder / "snapshots" / name)
-        files.fsync_folder(folder / "snapshots")  # who gave the last one its name may have been killed
         self._lineage = self._find(seen.rollbacks)
         self._layouts = self._follow(seen.events)
 
@@ -303,8 +302,9 @@ class Seen:
 
     def see(self, entry: Entry) -> None:
         version, (kind, fields, tensors) = entry.end.sequence, entry.outline()
-        about = fields.get("to") if kind == "rollback" else fields.get("source")
-        if kind not in FIELDS or (type(about) is int) != (kind == "rollback"):
+        about: Any = fields.get("to" if kind == "rollback" else "source")
+        is_ours = kind in FIELDS and type(about) is (int if kind == "rollback" else str)
+        if not is_ours:
             raise ValueError(f"record {version} is whole but not one of ours: {kind} {about!r}")
         if kind == "rollback":
             self.rollbacks[version] = about
