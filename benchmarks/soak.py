@@ -402,7 +402,7 @@ def listening(service: Service) -> Iterator[str]:
 
 
 async def _stream(base: str, end: float, found: dict[str, int]) -> None:
-    import httpx
+    import httpx2 as httpx
 
     async with httpx.AsyncClient(base_url=base, timeout=60) as client:
         while time.monotonic() < end:
@@ -422,7 +422,7 @@ async def _stream(base: str, end: float, found: dict[str, int]) -> None:
 
 
 async def _teach(base: str, end: float, found: dict[str, int]) -> None:
-    import httpx
+    import httpx2 as httpx
 
     async with httpx.AsyncClient(base_url=base, timeout=60) as client:
         while time.monotonic() < end:

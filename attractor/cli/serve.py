@@ -141,8 +141,8 @@ class Keys:
 
     file: tyro.conf.Positional[Path]
     """Where the hashes of keys are; it is made if it is not there."""
-    scopes: tuple[Literal["generate", "learn", "admin"], ...]
-    """What the key is for: to ask, to teach, to watch and take back."""
+    scopes: tuple[Literal["generate", "learn", "monitor", "admin"], ...]
+    """What the key is for: to ask, to teach, to watch, to take lessons back."""
     note: str = ""
     """Whose key it is."""
 
