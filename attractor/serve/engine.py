@@ -162,10 +162,12 @@ class Engine:
             with self._changed:
                 self._closing_at = self._closing_at or time.monotonic()
                 left = [*self._waiting, *self._to_read, *self._tasks.values()]
-                self._waiting.clear()
                 self._figures = {"rows": 0, "versions": {}}
+                for tasks in (self._waiting, self._to_read, self._tasks):
+                    tasks.clear()
+            self._desk = Desk(self._desk.device)
             for task in left:
-                self._end(task, finish, "the engine has ended")
+                task.outlet.end(finish, "the engine has ended")
 
     def _has_work(self) -> bool:
         """Sleeps until there is some; False when the engine is to end."""
