@@ -131,6 +131,32 @@ def test_so_it_is_for_retrofitted_models(family):
     check_ragged(CausalLM(net, None, context=32), ALL, 32, 64)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+def test_retrofitted_models_write_together():
+    """Two paths over one copy of the weights, and a context that overflows."""
+    from families import SMALL, teach, tiny
+
+    from attractor.hf.causal import CausalLM
+    from attractor.hf.net import retrofit
+
+    net = teach(retrofit(tiny("llama", torch.float64), SMALL))
+    paths = {"base": CausalLM(net, None, context=24), "new": CausalLM(net, context=24)}
+    publication = Publication(1, paths, window=16, pause=1.0)
+    desk, rows = Desk(CPU), {}
+    for number in range(4):
+        row = Row(publication, random_text(1 + 6 * number, number, 64), Draw(0.9, seed=number))
+        rows[seated(desk, row)] = []
+        for one, written in turn(desk):
+            rows[one].append(written.token)
+    for _ in range(20):
+        for one, written in turn(desk):
+            rows[one].append(written.token)
+    for number, tokens in enumerate(rows.values()):
+        prompt = torch.tensor([random_text(1 + 6 * number, number, 64)])
+        wanted = generate(publication.guard, prompt, max_tokens=24 - number, temperature=0.9, seed=number)
+        assert tokens == [int(token) for token in wanted]
+
+
 @torch.no_grad()
 def test_what_a_row_leaves_behind_harms_nobody():
     """A diverged row's NaN, in memory that another row gets and does not fill."""
@@ -272,10 +298,10 @@ def test_the_odds_wake_a_path():
 
 def test_long_prompts_are_read_in_pieces(monkeypatch):
     monkeypatch.setattr(lanes, "PIECE", 5)
-    for length, pieces in ((4, 1), (5, 1), (17, 4), (24, 5)):
+    for length, pauses in ((2, 0), (3, 0), (5, 1), (17, 6), (24, 8)):
         publication, prompt = PUBLICATIONS[1], random_text(length, 7)
         desk, row = Desk(CPU), Row(PUBLICATIONS[1], prompt, Draw(seed=3))
-        assert sum(1 for _ in read(row)) == 2 * pieces
+        assert sum(1 for _ in read(row)) == pauses
         desk.join(row)
         tokens = [turn(desk)[0][1].token for _ in range(9)]
         wanted = generate(publication.guard, torch.tensor([prompt]), max_tokens=9, seed=3)

@@ -20,7 +20,7 @@ from attractor.config import check_number, check_size
 from attractor.generate import check_settings
 from attractor.serve.desk import Desk
 from attractor.serve.errors import Busy
-from attractor.serve.lanes import Draw, Publication, Row, Written, read
+from attractor.serve.lanes import PIECE, Draw, Publication, Row, Written, read
 from attractor.serve.ticket import Finish, Outlet, Ticket
 
 __all__ = ["Engine", "Job", "Publication", "Ticket", "Written"]
@@ -162,10 +162,12 @@ class Engine:
             with self._changed:
                 self._closing_at = self._closing_at or time.monotonic()
                 left = [*self._waiting, *self._to_read, *self._tasks.values()]
-                self._waiting.clear()
                 self._figures = {"rows": 0, "versions": {}}
+                for tasks in (self._waiting, self._to_read, self._tasks):
+                    tasks.clear()
+            self._desk = Desk(self._desk.device)
             for task in left:
-                self._end(task, finish, "the engine has ended")
+                task.outlet.end(finish, "the engine has ended")
 
     def _has_work(self) -> bool:
         """Sleeps until there is some; False when the engine is to end."""
@@ -222,26 +224,37 @@ class Engine:
             self._to_read.append(task)
 
     def _read_on(self) -> None:
-        """A piece of one prompt: with many, those who write are not to wait for all of them."""
-        if not self._to_read:
-            self._admit()
-        if not self._to_read:
-            return
+        """Texts whose context was full, and one new prompt; a piece in all, so that nobody waits for long."""
+        admitted, left = False, PIECE
+        while left > 0:
+            if not self._to_read:
+                if admitted:
+                    return
+                admitted = True
+                self._admit()
+            if not self._to_read or not (tokens := self._read_first()):
+                return
+            left -= tokens
+
+    def _read_first(self) -> int:
+        """The tokens that were read, or 0 if there are more, which have to wait."""
         task = self._to_read[0]
-        assert task.row is not None
+        row = task.row
+        assert row is not None
         try:
-            task.reading = task.reading or read(task.row)
+            task.reading = task.reading or read(row)
             if next(task.reading, self) is not self:
-                return  # there is more
-            self._desk.join(task.row)
+                return 0
         except Exception as error:
             log.warning("a prompt failed", exc_info=error)
             self._to_read.popleft()
             self._end(task, "error", f"{type(error).__name__}: {error}")
-        else:
-            task.reading = None
-            self._to_read.popleft()
-            self._tasks[task.row] = task
+            return 1
+        task.reading = None
+        self._to_read.popleft()
+        self._tasks[row] = task
+        self._desk.join(row)
+        return row.length * len(row.seats)
 
     def _hand_out(self, written: list[tuple[Row, Written]]) -> None:
         for row, one in written:

@@ -23,7 +23,7 @@ from attractor.model import GPT, RaggedCache
 from attractor.serve.evidence import Evidence
 
 PIECE = 256
-"""Tokens of a prompt that are read in one pass."""
+"""Tokens of a prompt, on all paths, that are read before the others get their turn."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,7 +42,8 @@ class Publication:
     @functools.cached_property
     def guard(self) -> Guard:
         guard = Guard(self.paths, prior=self.prior, window=self.window, pause=self.pause)
-        return guard.to(next(self.paths[BASE].parameters()).device)
+        guard.log_prior = guard.log_prior.to(next(self.paths[BASE].parameters()).device)  # the paths stay
+        return guard
 
     @property
     def device(self) -> torch.device:
@@ -187,21 +188,25 @@ class Lane:
 
 @torch.no_grad()
 def read(row: Row) -> Iterator[None]:
-    """Read the prompt, or the end of the text again where the context was full; pauses between pieces."""
+    """Read the prompt, or the end of the text again where the context was full; yields between pieces."""
     evidence = row.evidence
     is_again = bool(evidence.predicted > 0)  # then only the last token is new, and it was counted
     context = row.publication.context
     row.text = row.text[-context:]
     tokens = row.text[-max(1, context // 2) :] if is_again else row.text
     window_start = (len(tokens) - 1) // int(evidence.window) * int(evidence.window)
+    unpaused = 0
     for path, seat in enumerate(row.seats):
         seat.cache = seat.model.new_row()
         for start in range(0, len(tokens), PIECE):
-            end = start + PIECE
+            if unpaused >= PIECE:
+                yield
+                unpaused = 0
+            end = min(start + PIECE, len(tokens))
+            unpaused += end - start
             logits = seat.read(tokens[start:end])
             if not is_again and len(row.seats) > 1:
                 seen = given(logits, tokens[start + 1 : end + 1])
                 evidence.sums[path] += seen[max(0, window_start - start) :].sum()
-            yield
     evidence.predicted += 1 if is_again else len(tokens)
     row.length, row.may_rest = len(tokens), not is_again
