@@ -31,7 +31,7 @@ class FakeTicket:
     ) -> None:
         self._version, self._plan, self._reason, self._delay = version, plan, reason, delay
         self.version: int | None = None  # known when it is admitted
-        self.finish_reason: str | None = None
+        self.finish: str | None = None
         self.message: str | None = None
         self._failure = message
         self._cancelled = asyncio.Event()
@@ -44,10 +44,10 @@ class FakeTicket:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._cancelled.wait(), self._delay)
             if self.cancelled:
-                self.finish_reason = "cancelled"
+                self.finish = "cancelled"
                 return
             yield written
-        self.finish_reason, self.message = self._reason, self._failure
+        self.finish, self.message = self._reason, self._failure
 
     def cancel(self) -> None:
         self.cancelled = True

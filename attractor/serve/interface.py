@@ -30,10 +30,10 @@ class Written:
 
 
 class Ticket(Protocol):
-    """A job under way. Iterating gives its tokens; `finish_reason` is set when there are no more."""
+    """A job under way. Iterating gives its tokens; `finish` says why when there are no more."""
 
     version: int | None  # of the weights, from the first token on
-    finish_reason: str | None  # "stop", "length", "cancelled" or "error"
+    finish: str | None  # "stop", "length", "cancelled" or "error"
     message: str | None  # of an error
 
     def __aiter__(self) -> AsyncIterator[Written]: ...

@@ -48,10 +48,10 @@ class Choice:
                 self.ticket.cancel()
                 self.reason = "stop"
                 return
-        if self.ticket.finish_reason not in ("stop", "length"):
+        if self.ticket.finish not in ("stop", "length"):
             raise self._failure()
         rest = self._kept(self.writer.finish())
-        self.reason = "stop" if self.writer.stopped else self.ticket.finish_reason
+        self.reason = "stop" if self.writer.stopped else self.ticket.finish
         yield rest
 
     def _kept(self, piece: Piece) -> Piece:
@@ -60,7 +60,7 @@ class Choice:
         return piece
 
     def _failure(self) -> Problem:
-        if self.ticket.finish_reason == "cancelled":
+        if self.ticket.finish == "cancelled":
             return Problem(503, "the server stopped writing this: it is closing", code="cancelled")
         return problem_of(RuntimeError(self.ticket.message or "a generation failed"))
 
