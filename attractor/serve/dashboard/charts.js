@@ -125,7 +125,7 @@ function entropy(monitor) {
     text: shares.map((share) => `${number(100 * share)}%`), textposition: "auto", insidetextfont: { color: style("--on-accent") }, cliponaxis: false,
     hovertemplate: "%{customdata}<extra>%{y}</extra>",
   };
-  draw("entropy", [trace], { xaxis: axis({ range: [0, 1], tickformat: ".0%", tickvals: [0, 0.25, 0.5, 0.75, 1] }), yaxis: axis({ autorange: "reversed", showgrid: false, ticklabelstandoff: 6 }) },
+  draw("entropy", [trace], { xaxis: axis({ range: [0, 1.02], tickformat: ".0%", tickvals: [0, 0.25, 0.5, 0.75, 1] }), yaxis: axis({ autorange: "reversed", showgrid: false, ticklabelstandoff: 6 }) },
     `Usage entropy: ${names.map((name, index) => `layer ${name} ${number(100 * shares[index])} percent`).join(", ")}.`);
 }
 
