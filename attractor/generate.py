@@ -28,12 +28,7 @@ def generate(
     When the context is full, the older half is forgotten and the rest is read again: the model has absolute
     positions, so a cache cannot slide.
     """
-    check_size("max_tokens", max_tokens)
-    check_number("temperature", temperature, "a number, 0 or more", lambda t: t >= 0)
-    if top_k is not None:
-        check_size("top_k", top_k)
-    if top_p is not None:
-        check_number("top_p", top_p, "a number, 0 < top_p <= 1", lambda p: 0 < p <= 1)
+    check_settings(max_tokens, temperature, top_k, top_p)
     if prompt.dim() != 2 or prompt.shape[1] == 0:
         raise ValueError(
             f"prompt of shape {tuple(prompt.shape)}: expected (batch, time) with at least one token"
@@ -41,6 +36,15 @@ def generate(
     random = torch.Generator(prompt.device)
     random.seed() if seed is None else random.manual_seed(seed)
     return _generate(model, prompt, max_tokens, temperature, top_k, top_p, random)
+
+
+def check_settings(max_tokens: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
+    check_size("max_tokens", max_tokens)
+    check_number("temperature", temperature, "a number, 0 or more", lambda t: t >= 0)
+    if top_k is not None:
+        check_size("top_k", top_k)
+    if top_p is not None:
+        check_number("top_p", top_p, "a number, 0 < top_p <= 1", lambda p: 0 < p <= 1)
 
 
 @torch.no_grad()
@@ -67,6 +71,15 @@ def sample(
     """One token per row of logits (batch, vocabulary)."""
     if temperature == 0:
         return logits.argmax(-1)
+    probabilities, order = candidates(logits, temperature, top_k, top_p)
+    choice = torch.multinomial(probabilities, 1, generator=random)
+    return order.gather(1, choice).squeeze(1)
+
+
+def candidates(
+    logits: Tensor, temperature: float, top_k: int | None, top_p: float | None
+) -> tuple[Tensor, Tensor]:
+    """Probabilities (batch, vocabulary), not normalised, likeliest first, and the tokens they belong to."""
     ordered, order = (logits / temperature).sort(dim=-1, descending=True, stable=True)
     probabilities = ordered.softmax(-1)
     if top_k is not None:
@@ -76,5 +89,4 @@ def sample(
     ):  # the smallest set whose mass reaches top_p: keep a token if the mass before it is less
         before = probabilities.cumsum(-1) - probabilities
         probabilities = probabilities.masked_fill(before >= top_p * probabilities.sum(-1, keepdim=True), 0)
-    choice = torch.multinomial(probabilities, 1, generator=random)
-    return order.gather(1, choice).squeeze(1)
+    return probabilities, order

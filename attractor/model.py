@@ -40,12 +40,130 @@ class KVCache:
             view.layers = [(k.chunk(parts)[number], v.chunk(parts)[number]) for k, v in self.layers]
         return views
 
+    def positions(self, steps: int, device: torch.device) -> Tensor:
+        """Where in the text the next tokens are: (steps), or (batch, steps)."""
+        return torch.arange(self.length, self.length + steps, device=device)
+
+    def mask(self, steps: int, device: torch.device) -> Tensor:
+        """What each of the next tokens may attend to: (steps, seen), or (batch, 1, steps, seen)."""
+        seen = self.length + steps
+        return torch.ones(steps, seen, dtype=torch.bool, device=device).tril(seen - steps)
+
     def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         end = self.length + keys.shape[2]
         stored_keys, stored_values = self.layers[layer]
         stored_keys[:, :, self.length : end] = keys
         stored_values[:, :, self.length : end] = values
         return stored_keys[:, :, :end].to(keys), stored_values[:, :, :end].to(values)
+
+
+class RaggedCache(KVCache):
+    """Keys and values of rows of different lengths that go on together; a new one has one row, still empty.
+
+    Rows end in the same column, and row b has tokens from column `starts[b]` on; `length` is that of the
+    longest. Rows that join and leave copy only themselves, and memory grows when it is full.
+    """
+
+    def __init__(self) -> None:
+        self.layers: list[tuple[Tensor, Tensor]] = []  # each (slots, heads, columns, head size)
+        self.slots, self.columns = 1, 0
+        self.length = 0
+        self._place([0])
+
+    def _place(self, starts: list[int], default: int = 0) -> None:
+        self.starts, self.first = starts, min(starts, default=default)
+        self._placed: Tensor | None = None  # `starts` as a tensor (B, 1)
+        self._mask: Tensor | None = None
+
+    @property
+    def end(self) -> int:
+        return self.first + self.length
+
+    def length_of(self, row: int) -> int:
+        return self.end - self.starts[row]
+
+    @property
+    def is_even(self) -> bool:
+        return self.first == max(self.starts, default=0)
+
+    def positions(self, steps: int, device: torch.device) -> Tensor:
+        if self._placed is None:
+            self._placed = torch.tensor(self.starts, device=device)[:, None]
+        return torch.arange(self.end, self.end + steps, device=device) - self._placed
+
+    def mask(self, steps: int, device: torch.device) -> Tensor:
+        """The same for every layer of one pass."""
+        seen = self.length + steps
+        if self._mask is None or self._mask.shape[2:] != (steps, seen):
+            causal = super().mask(steps, device)
+            # a column of the past is a row's own if it lies as far back as the row is long, or less
+            own = torch.arange(seen - 1, -1, -1, device=device) <= self.positions(steps, device)[:, -1:]
+            self._mask = causal & own[:, None, None]
+        return self._mask
+
+    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        self.make_room(right=keys.shape[2])
+        rows, start, end = len(self.starts), self.end, self.end + keys.shape[2]
+        if layer == len(self.layers):
+            self.layers.append((self._zeros(keys), self._zeros(values)))
+        stored_keys, stored_values = self.layers[layer]
+        stored_keys[:rows, :, start:end] = keys
+        stored_values[:rows, :, start:end] = values
+        return stored_keys[:rows, :, self.first : end], stored_values[:rows, :, self.first : end]
+
+    def _zeros(self, like: Tensor) -> Tensor:
+        """Not just memory: what is masked counts 0 times, and 0 times NaN is NaN."""
+        return like.new_zeros(self.slots, like.shape[1], self.columns, like.shape[3])
+
+    def make_room(self, rows: int = 0, left: int = 0, right: int = 0) -> None:
+        """So that so many rows can be added, and columns on either side of what is there."""
+        needed = len(self.starts) + rows
+        if needed > self.slots or self.first < left or self.end + right > self.columns:
+            slots = self.slots if needed <= self.slots <= 4 * needed else needed + needed // 2
+            self._move(slots, left, right + max(32, self.length // 4))
+
+    def _move(self, slots: int, left: int, right: int) -> None:
+        rows, self.slots, self.columns = len(self.starts), slots, left + self.length + right
+        for number, pair in enumerate(self.layers):
+            keys, values = (self._zeros(old) for old in pair)
+            for old, new in zip(pair, (keys, values), strict=True):
+                new[:rows, :, left : left + self.length] = old[:rows, :, self.first : self.end]
+            self.layers[number] = (keys, values)
+        self._place([start - self.first + left for start in self.starts], left)
+
+    def add(self, other: "RaggedCache") -> None:
+        """The row of `other`, behind ours."""
+        length = other.length
+        self.make_room(rows=1, left=max(0, length - self.length))
+        row, start, end = len(self.starts), self.end - length, self.end
+        for ours, theirs in zip(self.layers, other.layers, strict=True):
+            for mine, new in zip(ours, theirs, strict=True):
+                mine[row, :, :start] = 0  # whoever was here before may have left NaN
+                mine[row, :, start:end] = new[0, :, other.first : other.end]
+        self._place([*self.starts, start])
+        self.length = end - self.first
+
+    def copy_of(self, row: int) -> "RaggedCache":
+        """One row as a cache of its own."""
+        one = copy.copy(self)
+        start, end = self.starts[row], self.end
+        one.layers = [(k[row : row + 1, :, start:end].clone(), v[row : row + 1, :, start:end].clone())
+                      for k, v in self.layers]  # fmt: skip
+        one.slots, one.columns, one.length = 1, end - start, end - start
+        one._place([0])
+        return one
+
+    def remove(self, row: int) -> None:
+        """The last row takes its place."""
+        last, end = len(self.starts) - 1, self.end
+        if row != last:
+            for pair in self.layers:
+                for stored in pair:
+                    stored[row, :, :end] = stored[last, :, :end]
+        starts = list(self.starts)
+        starts[row] = starts[last]
+        self._place(starts[:last])
+        self.length = end - self.first if last else 0
 
 
 class Attention(nn.Module):
@@ -61,8 +179,7 @@ class Attention(nn.Module):
         mask = None
         if cache is not None:
             k, v = cache.extend(self.layer, k, v)
-            steps, seen = q.shape[2], k.shape[2]
-            mask = torch.ones(steps, seen, dtype=torch.bool, device=x.device).tril(seen - steps)
+            mask = cache.mask(q.shape[2], x.device)
         y = F.scaled_dot_product_attention(
             q, k, v, mask, self.dropout if self.training else 0.0, is_causal=mask is None
         )
@@ -152,11 +269,12 @@ class GPT(nn.Module):
         self, tokens: Tensor, *, cache: KVCache | None = None, return_stats: bool = False
     ) -> Tensor | tuple[Tensor, dict[int, RoutingStats]]:
         """Logits (B, T, V) for tokens (B, T); with `return_stats`, also the routing of each routed layer."""
-        start = 0 if cache is None else cache.length
-        end = start + tokens.shape[1]
+        steps = tokens.shape[1]
+        end = steps + (0 if cache is None else cache.length)
         if end > self.config.context:
             raise ValueError(f"{end} tokens do not fit into the model's context of {self.config.context}")
-        positions = torch.arange(start, end, device=tokens.device)
+        device = tokens.device
+        positions = torch.arange(end, device=device) if cache is None else cache.positions(steps, device)
         h = self.embedding(tokens) + self.positions(positions)
         h = F.dropout(h, self.config.dropout, self.training)
         stats: dict[int, RoutingStats] = {}
@@ -172,6 +290,10 @@ class GPT(nn.Module):
     def new_cache(self, batch: int, after: object = None) -> KVCache:
         """For generating `batch` texts token by token; `after` is the full cache that it replaces."""
         return KVCache(self, batch)
+
+    def new_row(self) -> RaggedCache:
+        """For a text that others may join: see `attractor.serve.lanes`."""
+        return RaggedCache()
 
     def apn_layers(self) -> dict[int, APN]:
         """Layer number -> APN layer, for whoever freezes, monitors or adapts them."""

@@ -8,8 +8,10 @@ any part. An fsync that fails counts the pages as written all the same, as Linux
 import copy
 import errno
 import itertools
+import math
 import os
-from collections.abc import Callable, Iterator
+import random
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from attractor.serve.files import Files
@@ -47,6 +49,20 @@ def fates(pending: Pending, pieces: int) -> list[list[Pending]]:
     return [list(kept) for count in range(pieces + 1) for kept in itertools.combinations(parts, count)]
 
 
+Kept = tuple[Sequence[list[Pending]], Sequence[bool]]
+
+
+def choices(ways: list[list[list[Pending]]], named: list[list[bool]], most: int | None) -> Iterator[Kept]:
+    if most is None or math.prod(map(len, [*ways, *named])) <= most:
+        yield from itertools.product(itertools.product(*ways), itertools.product(*named))
+        return
+    for pick in (lambda fates: fates[0], lambda fates: fates[-1]):
+        yield [pick(way) for way in ways], [pick(flag) for flag in named]
+    chance = random.Random(0)
+    for _ in range(most - 2):
+        yield [chance.choice(way) for way in ways], [chance.choice(flag) for flag in named]
+
+
 class Disk(Files):
     def __init__(self, files: dict[Path, bytes] | None = None) -> None:
         self.cache = {path: File(data) for path, data in (files or {}).items()}
@@ -74,13 +90,16 @@ class Disk(Files):
         disk.restart()
         return disk
 
-    def power_losses(self, pieces: int = 2) -> Iterator["Disk"]:
-        """Every disk that a power loss at this moment may leave, if writes are done in so many pieces."""
+    def power_losses(self, pieces: int = 2, most: int | None = None) -> Iterator["Disk"]:
+        """Every disk that a power loss at this moment may leave, if writes are done in so many pieces.
+
+        Where there are more than `most`: nothing of it, all of it, and others drawn at random.
+        """
         known = [*self.stored.values(), *(file for changed in self.pending for file in changed.values())]
         files = list({id(file): file for file in known if file is not None}.values())
         ways = [fates(pending, pieces) for file in files for pending in file.pending]
         named = [[False, True] for _ in self.pending]
-        for kept in itertools.product(*ways):
+        for kept, flags in choices(ways, named, most):
             rest = iter(kept)
             left = {}
             for file in files:
@@ -89,11 +108,10 @@ class Disk(Files):
                     for pending in next(rest):
                         change(data, pending)
                 left[id(file)] = bytes(data)
-            for flags in itertools.product(*named):
-                names: dict[Path, File | None] = dict(self.stored)
-                for flag, changed in zip(flags, self.pending, strict=True):
-                    names |= changed if flag else {}
-                yield Disk({path: left[id(file)] for path, file in names.items() if file is not None})
+            names: dict[Path, File | None] = dict(self.stored)
+            for flag, changed in zip(flags, self.pending, strict=True):
+                names |= changed if flag else {}
+            yield Disk({path: left[id(file)] for path, file in names.items() if file is not None})
 
     def _call(self, name: str) -> None:
         if self.is_dead:
@@ -149,9 +167,9 @@ class Disk(Files):
         try:
             self._call("write")
         except OSError:
-            self._change(handle, (offset, data[: len(data) // 2]))  # that much there was room for
+            self._change(handle, (offset, bytes(data[: len(data) // 2])))  # that much there was room for
             raise
-        self._change(handle, (offset, data))
+        self._change(handle, (offset, bytes(data)))
 
     def truncate(self, handle: int, size: int) -> None:
         self._call("truncate")
@@ -173,7 +191,14 @@ class Disk(Files):
 
     def fsync_folder(self, folder: Path) -> None:
         self._call("fsync_folder")
-        self.stored, self.pending = dict(self.cache), []
+        for changed in self.pending:
+            if any(path.parent == folder for path in changed):
+                for path, file in changed.items():
+                    if file is None:
+                        self.stored.pop(path, None)
+                    else:
+                        self.stored[path] = file
+        self.pending = [each for each in self.pending if all(path.parent != folder for path in each)]
 
     def rename(self, old: Path, new: Path) -> None:
         self._call("rename")

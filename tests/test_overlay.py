@@ -246,7 +246,7 @@ def test_mistakes(tmp_path):
     whole = guarded("whole attention")
     whole.observe(stream(40), source="web")
     with pytest.raises(ValueError, match="the same roles"):
-        guarded()._new_source(whole.sources["web"].branch.overlay())
+        guarded().new_source(whole.sources["web"].branch.overlay())
     assert fingerprint(model_of()) == fingerprint(model_of()) != fingerprint(model_of(1))
 
 
@@ -303,7 +303,7 @@ def test_hostile_rows_are_refused(tmp_path):
     ):  # fmt: skip
         bad = dataclasses.replace(overlay, rows=overlay.rows | {name: wrong})
         with pytest.raises(ValueError, match="nothing was changed"):
-            learner._new_source(bad)
+            learner.new_source(bad)
     broken = dataclasses.replace(overlay, rows=overlay.rows | {name: (numbers, rows * torch.nan)})
     broken.save(tmp_path / "broken")
     with pytest.raises(ValueError, match="not finite"):

@@ -25,6 +25,7 @@ from attractor.cli.experiments import (
 from attractor.cli.models import Info, Sample, Train
 from attractor.cli.report import Report
 from attractor.cli.retrofit import RetrofitModel
+from attractor.cli.serve import JournalCommand, Keys, Serve
 from attractor.continual.update import NotFiniteUpdate
 from attractor.corpora import CorpusUnavailable
 from attractor.experiments.grid import CellsFailed, GridStopped
@@ -51,6 +52,9 @@ def _commands() -> Any:
         | Annotated[Overlays, verb("overlays")]
         | Annotated[Monitor, verb("monitor")]
         | Annotated[RetrofitModel, verb("retrofit")]
+        | Annotated[Serve, verb("serve")]
+        | Annotated[Keys, verb("keys")]
+        | Annotated[JournalCommand, verb("journal")]
         | Annotated[Demo, verb("demo")]
         | Annotated[
             Annotated[ExperimentList, verb("list")]

@@ -5,6 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from attractor.checkpoint import find_model
 from attractor.config import RunConfig
 from attractor.data import Dataset, prepare
 
@@ -21,6 +24,14 @@ def dataset_of(config: RunConfig) -> Dataset:
         data.source, Path("data") / f"{folder.stem}-{Path(data.tokenizer).stem}", tokenizer=data.tokenizer,
         vocab_size=data.vocab_size, val_fraction=data.val_fraction,
     )  # fmt: skip
+
+
+def validation_text(run: Path) -> np.ndarray | None:
+    """The validation tokens of a run, if it tells which text it learned."""
+    described = find_model(run) / "run.json"
+    if not described.is_file():
+        return None
+    return np.asarray(dataset_of(RunConfig.from_json(described.read_text())).val).astype(np.int64)
 
 
 class progress_bar:

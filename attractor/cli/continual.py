@@ -11,7 +11,7 @@ import tyro
 
 from attractor import distributed
 from attractor.checkpoint import find_model
-from attractor.cli.common import INTERRUPTED, dataset_of
+from attractor.cli.common import INTERRUPTED, dataset_of, validation_text
 from attractor.config import RunConfig, check_size
 from attractor.continual.config import AlsoName, AttentionName, GuardConfig, LearnConfig
 from attractor.continual.guard import BASE
@@ -149,12 +149,11 @@ class Adapt:
     def _canary(self, tokenizer: Tokenizer) -> np.ndarray | None:
         if self.canary is not None:
             return _tokens(self.canary, tokenizer)[: self.canary_tokens]
-        described = find_model(self.run_folder) / "run.json"
-        if not described.is_file():
+        found = validation_text(self.run_folder)
+        if found is None:
             print("no canary: the run does not tell its text; --canary names one", file=sys.stderr)
             return None
-        dataset = dataset_of(RunConfig.from_json(described.read_text()))
-        return np.asarray(dataset.val[: self.canary_tokens]).astype(np.int64)
+        return found[: self.canary_tokens]
 
 
 @dataclass(kw_only=True)

@@ -127,8 +127,8 @@ class Guard(nn.Module):
         if tokens.numel() * len(self.paths) <= MOST_TOKENS:
             together = Together(list(self.paths))
             if together.worthwhile:
-                return _log_softmax(together(tokens))
-        return torch.stack([_log_softmax(path(tokens)) for path in self.paths])
+                return log_probabilities(together(tokens))
+        return torch.stack([log_probabilities(path(tokens)) for path in self.paths])
 
     def _start(self, tokens: Tensor) -> Tensor:
         return self.log_prior[:, None].expand(-1, len(tokens))  # (M, B)
@@ -167,7 +167,7 @@ LEAST = -1e4
 """No token is more impossible than this: a window in which every path met one must not end in NaN."""
 
 
-def _log_softmax(logits: Tensor) -> Tensor:
+def log_probabilities(logits: Tensor) -> Tensor:
     """Log-probabilities; a path that diverged predicts nothing in particular, and soon counts for nothing."""
     predictions = logits.float().log_softmax(-1).clamp(min=LEAST)
     return predictions.masked_fill(predictions.isnan().any(-1, keepdim=True), -math.log(logits.shape[-1]))
@@ -198,7 +198,7 @@ class Reader:
 
     def read(self, tokens: Tensor) -> Tensor:
         """Predictions (B, n, V) after each of `tokens`."""
-        return self.took(_log_softmax(self.path(tokens, cache=self.cache)))
+        return self.took(log_probabilities(self.path(tokens, cache=self.cache)))
 
     def took(self, predictions: Tensor) -> Tensor:
         self.next = predictions[:, -1]
@@ -212,8 +212,8 @@ class Reader:
         return predictions.gather(-1, missed[..., None])[..., 0].double().sum(1)
 
 
-class GuardCache:
-    """KV caches of all paths, their evidence, and which of them rest.
+class Resting:
+    """When paths may rest, so that a window costs less than `pause` nats more.
 
     A path that rests could at best predict every token with certainty, so the odds that it is right are at
     most its evidence, when it went to rest, over that of the others now. While somebody rests, the mixture of
@@ -222,6 +222,20 @@ class GuardCache:
     rests only while o <= floor^2 / V, which makes that less than 3 floor. With floor = pause / (4 window) a
     window costs less than `pause`. Before its odds are larger, the path reads what it missed, in one pass.
     """
+
+    def __init__(self, pause: float, window: int, vocabulary: int) -> None:
+        self.floor = pause / (4 * window)
+        self.most_odds = -math.inf  # log; without a floor nobody rests
+        if self.floor:
+            self.most_odds = 2 * math.log(self.floor) - math.log(vocabulary)
+
+    def quiet(self, paths: int) -> float:
+        """The log-share below which one of so many paths may rest: it will be able to for about 14 nats."""
+        return self.most_odds - math.log(1e6 * paths)
+
+
+class GuardCache:
+    """KV caches of all paths, their evidence, and which of them rest: as `Resting` says."""
 
     def __init__(self, guard: Guard, batch: int, after: "GuardCache | None" = None) -> None:
         self.guard, self.after = guard, after
@@ -238,7 +252,7 @@ class GuardCache:
         ]
         self.evidence = guard.log_prior[:, None].repeat(1, batch)  # (M, B) of this window
         self.at_rest: set[int] = set()
-        self.floor = guard.pause / (4 * guard.window)
+        self.resting = Resting(guard.pause, guard.window, guard.config.vocab_size)
         self.passes = 0  # forward passes of paths: what resting saves
 
     def read(self, tokens: Tensor) -> Tensor:
@@ -282,7 +296,7 @@ class GuardCache:
             return torch.stack([reader.read(tokens) for reader in self.readers])
         own = [reader.cache for reader in self.readers]
         self.joint.length = own[0].length
-        predictions = _log_softmax(self.together(tokens, self.joint, own))
+        predictions = log_probabilities(self.together(tokens, self.joint, own))
         for reader, prediction in zip(self.readers, predictions, strict=True):
             reader.took(prediction)
         return predictions
@@ -315,7 +329,7 @@ class GuardCache:
         else:
             self._read_everybody(token)
         self.length, self.predicted = self.length + 1, self.predicted + 1
-        if self.at_rest and bool((self._odds() > self._most_odds()).any()):
+        if self.at_rest and bool((self._odds() > self.resting.most_odds).any()):
             self._wake()
         awake = self._awake()
         if len(awake) == 1:
@@ -325,8 +339,9 @@ class GuardCache:
             evidence = torch.stack([self.evidence[number] for number in awake])
             out = mixed(evidence[..., None], predictions[:, :, None])
         if self.at_rest:
-            uniform = math.log(self.floor / out.shape[-1])
-            out = torch.logaddexp(out + math.log1p(-self.floor), out.new_full((), uniform))
+            floor = self.resting.floor
+            uniform = math.log(floor / out.shape[-1])
+            out = torch.logaddexp(out + math.log1p(-floor), out.new_full((), uniform))
         self._let_rest()
         return out
 
@@ -342,16 +357,12 @@ class GuardCache:
         """(B) log of the evidence of the paths at rest over that of the others."""
         return self._evidence_of(sorted(self.at_rest)) - self._evidence_of(self._awake())
 
-    def _most_odds(self) -> float:
-        return 2 * math.log(self.floor) - math.log(self.guard.config.vocab_size)
-
     def _let_rest(self) -> None:
-        """A path may rest if it will be able to for a while: about 14 nats."""
-        if self.at_rest or not self.floor:
+        if self.at_rest or not self.resting.floor:
             return
         best = int(self.evidence.sum(1).argmax())
         share = self.evidence.log_softmax(0)
-        quiet = (share < self._most_odds() - math.log(1e6 * len(self.readers))).all(1)
+        quiet = (share < self.resting.quiet(len(self.readers))).all(1)
         self.at_rest = set(quiet.nonzero().flatten().tolist()) - {best}
 
     def _wake(self) -> None:

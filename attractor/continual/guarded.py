@@ -156,11 +156,11 @@ class GuardedLearner:
         self._check_room()
         if self.archive is not None and self.archive.has(source):
             return self._from_folder(self.archive.folder / source)
-        return self._new_source()
+        return self.new_source()
 
     def _from_folder(self, folder: str | Path) -> Source:
         overlay = Overlay.load(folder, device=self.device)
-        held, notes = self._new_source(overlay), overlay.notes
+        held, notes = self.new_source(overlay), overlay.notes
         held.tokens, held.last_used = whole_number(notes.get("tokens", 0)), self.totals.tokens
         held.usual = Surprise.from_list(notes.get("usual", [0.0, 0.0, 0]))
         return held
@@ -193,7 +193,8 @@ class GuardedLearner:
         self.totals = self.totals.after(done, self.totals.surprise)
         return done
 
-    def _new_source(self, overlay: Overlay | None = None) -> Source:
+    def new_source(self, overlay: Overlay | None = None) -> Source:
+        """A path that starts as the base, or as this overlay; nobody else knows it yet."""
         branch = self._branch(self.base, self.base_hash)
         if overlay is not None:
             branch.apply(overlay)
@@ -410,7 +411,7 @@ class GuardedLearner:
             for name, kept in cast(Mapping[str, Any], state["sources"]).items():
                 learner._check_name(name)
                 place = found / "overlays" / name
-                held = learner._new_source(Overlay.load(place, device=device))
+                held = learner.new_source(Overlay.load(place, device=device))
                 held.version, held.tokens = whole_number(kept["version"]), whole_number(kept["tokens"])
                 held.last_used = whole_number(kept["last_used"])
                 held.usual = Surprise.from_list(kept["usual"])

@@ -97,6 +97,7 @@ class OnlineLearner:
         self.totals = Totals()
         self.source: str | None = None
         self.notes: dict[str, Any] = {}  # whoever feeds the stream may keep its own place here
+        self._undo: Undo | None = None  # of an attempt
 
     @property
     def device(self) -> torch.device:
@@ -160,7 +161,7 @@ class OnlineLearner:
         """Learn from the tokens that wait for the next update."""
         if not self.lesson.tokens:
             return Observation(source=self.source)
-        with all_or_nothing() as undo:
+        with all_or_nothing(self._undo) as undo:
             seen, habits = self._learn(self.lesson, self.totals.tokens, undo)
         self._commit(seen, Lesson(), self.totals.surprise, habits)
         return seen
@@ -175,12 +176,30 @@ class OnlineLearner:
             raise ValueError("every target is ignored; there is nothing to learn from")
         self.flush()
         inputs, targets = batch
-        with all_or_nothing() as undo:
+        with all_or_nothing(self._undo) as undo:
             lesson, seen, surprise = self._score(inputs, targets, targets != IGNORED)
             result, habits = self._learn(lesson, self.totals.tokens + inputs.numel(), undo)
         seen = dataclasses.replace(seen, tokens=inputs.numel()).then(result)
         self._commit(seen, Lesson(), surprise, habits)
         return seen.loss
+
+    @contextmanager
+    def attempt(self) -> Iterator[Undo]:
+        """Whatever is learned inside stays only if nothing is raised; yields what was overwritten so far.
+
+        So several observations are one, and whoever judges or records them can still refuse them.
+        """
+        if self._undo is not None:
+            raise ValueError("an attempt is going on already")
+        kept = self.totals, self.lesson, self.allocator.habits, self.history, self.source
+        try:
+            with all_or_nothing() as self._undo:
+                yield self._undo
+        except BaseException:
+            self.totals, self.lesson, self.allocator.habits, self.history, self.source = kept
+            raise
+        finally:
+            self._undo = None
 
     def set_background(self, text: Text) -> None:
         """What usual usage is, for `max_patches` and for recycling: the usage on this text."""
@@ -196,7 +215,7 @@ class OnlineLearner:
         context = self.model.config.context
         batch = contiguous_windows(history, tokens, context)
         lesson, seen, surprise = Lesson(), Observation(), self.totals.surprise
-        with all_or_nothing() as undo:
+        with all_or_nothing(self._undo) as undo:
             if batch is not None:
                 lesson, seen, surprise = self._score(*batch)
             lesson = self.lesson.plus(dataclasses.replace(lesson, tokens=len(tokens)))

@@ -215,6 +215,11 @@ class Branch:
                 if ROLES[name] in self.roles:
                     yield f"blocks.{number}.ffn.{name}", layer, name
 
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Everything that is the branch's own, by its name in the model (factors by the map they are of)."""
+        own = {name: layer.get_parameter(key) for name, layer, key in self._own()}
+        return own | self.others
+
     @torch.no_grad()
     def overlay(self, **notes: Any) -> Overlay:
         """What differs from the base, byte for byte."""

@@ -12,6 +12,7 @@ the parameters nor of their own state. A step happens for all layers or, if anyt
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -56,11 +57,23 @@ def all_or_nothing(undo: Undo | None = None) -> Iterator[Undo]:
         raise
 
 
+@dataclass(frozen=True, eq=False)
+class Overwritten:
+    """Rows of a tensor as they were; calling it puts them back."""
+
+    target: Tensor
+    rows: Tensor
+    old: Tensor
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        self.target.data.index_copy_(0, self.rows, self.old)
+
+
 @torch.no_grad()
 def write_rows(target: Tensor, rows: Tensor, values: Tensor, undo: Undo) -> None:
     """target[rows] = values, to be taken back byte by byte."""
-    old = target[rows]  # indexing by a tensor copies
-    undo.append(lambda: target.data.index_copy_(0, rows, old))
+    undo.append(Overwritten(target, rows, target[rows]))  # indexing by a tensor copies
     target[rows] = values.to(target.dtype)
 
 

@@ -59,6 +59,7 @@ def adapt(settings: Settings, folder: Path) -> Values:
     from attractor.hf.teach import teach
 
     plan, device = PLANS[settings["size"]], device_of(settings)
+    rows = 16 if device.type == "cuda" else 8  # a vocabulary of 49,152 makes large logits
     model, tokenizer = load_pretrained(settings["model"], device=device)
     pristine = CausalLM(Retrofit(copy.deepcopy(model)), None, context=plan["context"])
     text = (folder / "texts" / f"{settings['domain']}.txt").read_text()
@@ -72,7 +73,7 @@ def adapt(settings: Settings, folder: Path) -> Values:
 
     def losses(predictor: Any) -> dict[str, Any]:
         found = {
-            name: token_losses(predictor, tokens, batch_size=8, autocast=lambda: autocast(device, "auto"))
+            name: token_losses(predictor, tokens, batch_size=rows, autocast=lambda: autocast(device, "auto"))
             for name, tokens in texts.items()
         }
         return {name: blocks(part.double().cpu().numpy()) for name, part in found.items()}

@@ -6,15 +6,19 @@ Guard({"base": CausalLM(net, None, context=512), "new": model})    # one copy of
 """
 
 import dataclasses
+import functools
+import itertools
 from pathlib import Path
 from typing import Any, Literal, cast, overload
 
+import torch
 from torch import Tensor, nn
 
 from attractor.config import JSONConfig, check_size
 from attractor.hf import files
 from attractor.hf.net import Retrofit
 from attractor.layer import APN, RoutingStats
+from attractor.model import RaggedCache
 
 IN_USE: Any = object()
 
@@ -38,6 +42,52 @@ class Cache:
     def __init__(self) -> None:
         self.length = 0
         self.past: Any = None
+
+    def arguments(self, tokens: Tensor) -> dict[str, Any]:
+        """What the base is to know besides the tokens."""
+        return {"past_key_values": self.past}
+
+    def took(self, past: Any, steps: int) -> None:
+        self.past, self.length = past, self.length + steps
+
+
+class RaggedRows(RaggedCache):
+    """Our memory in the hands of the base, which sees a cache of its own kind."""
+
+    def arguments(self, tokens: Tensor) -> dict[str, Any]:
+        steps = tokens.shape[1]
+        cache, layer = _theirs()
+        count = itertools.count(len(self.layers))
+        past = cache(layer_class_to_replicate=lambda: layer(self, next(count)))
+        past.layers = [layer(self, number) for number in range(len(self.layers))]
+        given: dict[str, Any] = {"past_key_values": past}
+        if not self.is_even:
+            positions = self.positions(steps, tokens.device)
+            columns = torch.arange(self.length + steps, 0, -1, device=tokens.device)
+            given |= {"position_ids": positions, "attention_mask": (columns <= positions[:, -1:] + 1).long()}
+        return given
+
+    def took(self, past: Any, steps: int) -> None:
+        self.length += steps
+
+
+@functools.cache
+def _theirs() -> tuple[Any, Any]:
+    """Their cache, and a layer for it that keeps keys and values in our memory."""
+    from transformers.cache_utils import Cache, DynamicLayer
+
+    class Layer(DynamicLayer):
+        def __init__(self, rows: RaggedCache, number: int) -> None:
+            super().__init__()
+            self.rows, self.number = rows, number
+
+        def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+            return self.rows.extend(self.number, keys, values)
+
+        def get_seq_length(self) -> int:
+            return self.rows.length
+
+    return Cache, Layer
 
 
 class Block(nn.Module):
@@ -85,14 +135,14 @@ class CausalLM(nn.Module):
 
     @overload
     def forward(
-        self, tokens: Tensor, *, cache: Cache | None = None, return_stats: Literal[False] = False
+        self, tokens: Tensor, *, cache: Cache | RaggedRows | None = None, return_stats: Literal[False] = False
     ) -> Tensor: ...
     @overload
     def forward(
-        self, tokens: Tensor, *, cache: Cache | None = None, return_stats: Literal[True]
+        self, tokens: Tensor, *, cache: Cache | RaggedRows | None = None, return_stats: Literal[True]
     ) -> tuple[Tensor, dict[int, RoutingStats]]: ...
     def forward(
-        self, tokens: Tensor, *, cache: Cache | None = None, return_stats: bool = False
+        self, tokens: Tensor, *, cache: Cache | RaggedRows | None = None, return_stats: bool = False
     ) -> Tensor | tuple[Tensor, dict[int, RoutingStats]]:
         """Logits (B, T, V) for tokens (B, T); with `return_stats`, also the routing of each APN layer.
 
@@ -101,17 +151,21 @@ class CausalLM(nn.Module):
         end = tokens.shape[1] + (0 if cache is None else cache.length)
         if end > self.config.context:
             raise ValueError(f"{end} tokens do not fit into the model's context of {self.config.context}")
-        past = None if cache is None else cache.past
+        given = {} if cache is None else cache.arguments(tokens)
         shape = tokens.shape if return_stats else None
         with self.net.using(self.name), self.net.recording(shape) as stats:
-            output = self.base(input_ids=tokens, past_key_values=past, use_cache=cache is not None)
+            output = self.base(input_ids=tokens, use_cache=cache is not None, **given)
         if cache is not None:
-            cache.past, cache.length = output.past_key_values, end
+            cache.took(output.past_key_values, tokens.shape[1])
         return (output.logits, stats) if return_stats else output.logits
 
     def new_cache(self, batch: int, after: object = None) -> Cache:
         """For generating `batch` texts token by token; `after` is the full cache that it replaces."""
         return Cache()
+
+    def new_row(self) -> RaggedRows:
+        """For a text that others may join: see `attractor.serve.lanes`."""
+        return RaggedRows()
 
     def apn_layers(self) -> dict[int, APN]:
         return {int(number): cast(Block, block).ffn for number, block in self.blocks.items()}

@@ -65,7 +65,10 @@ def teach(
         stopped = stop()
         if step in evaluated or stopped:
             loss = evaluate(
-                cast(GPT, model), validation, batch_size=8, autocast=lambda: autocast(device, precision)
+                cast(GPT, model),
+                validation,
+                batch_size=batch_size,
+                autocast=lambda: autocast(device, precision),
             )
             losses.append({"step": step, "validation": loss})
             report({"step": step, "val/ppl": math.exp(min(loss, 50.0))})

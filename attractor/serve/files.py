@@ -52,7 +52,7 @@ class Files:
             offset, size = offset + len(part), size - len(part)
         return b"".join(parts)
 
-    def write(self, handle: int, offset: int, data: bytes) -> None:
+    def write(self, handle: int, offset: int, data: bytes | bytearray) -> None:
         rest = memoryview(data)
         while rest:
             written = os.pwrite(handle, rest, offset)

@@ -16,7 +16,7 @@ segment that is taken away whole leaves no trace: `records` compares with the nu
 import errno
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +43,7 @@ from attractor.serve.segments import (
 __all__ = ["Journal", "JournalDamaged", "Record", "Report", "read", "verify"]
 
 SyncName = Literal["always", "everysec", "off"]
+Seen = Callable[[Entry], None]
 INTERVAL = 1.0
 PARTIAL = ".partial-"
 
@@ -52,7 +53,9 @@ class Journal:
 
     recovered: str | None  # what opening had to cut off
 
-    def __init__(self, folder: Path, identity: str, sync: SyncName, files: Files, lock: int) -> None:
+    def __init__(
+        self, folder: Path, identity: str, sync: SyncName, files: Files, lock: int, seen: Seen | None = None
+    ) -> None:
         """Use `open`."""
         self.folder, self.identity, self.policy = folder, identity, sync
         self._files, self._folder_lock = files, lock
@@ -60,7 +63,7 @@ class Journal:
         self._read_only: str | None = None  # why, if it is
         self._failure: OSError | None = None  # of the background, not yet told
         self._closing = threading.Event()
-        self._recover()
+        self._recover(seen)
         self._thread: threading.Thread | None = None
         if sync == "everysec":
             self._thread = threading.Thread(target=self._sync_every_second, name="journal", daemon=True)
@@ -68,20 +71,29 @@ class Journal:
 
     @classmethod
     def open(
-        cls, folder: str | Path, *, identity: str, sync: SyncName = "always", files: Files | None = None
+        cls,
+        folder: str | Path,
+        *,
+        identity: str,
+        sync: SyncName = "always",
+        files: Files | None = None,
+        seen: Seen | None = None,
     ) -> Self:
-        """Make a journal or recover one. `identity` names what its records belong to, say a base model."""
+        """Make a journal or recover one. `identity` names what its records belong to, say a base model.
+
+        Opening reads every record; `seen` is called with each.
+        """
         check_choice("sync", sync, get_args(SyncName))
         folder, files = Path(folder).absolute(), files or Files()
         files.make_folder(folder)
         lock = files.lock(folder / "lock")
         try:
-            return cls(folder, identity, sync, files, lock)
+            return cls(folder, identity, sync, files, lock, seen)
         except BaseException:
             files.close(lock)
             raise
 
-    def _recover(self) -> None:
+    def _recover(self, seen: Seen | None) -> None:
         files = self._files
         for name in files.names(self.folder):
             if name.startswith(PARTIAL):  # a segment that a kill left before it had its name
@@ -91,8 +103,9 @@ class Journal:
             files.close(make_segment(files, self.folder, begin))
         paths = segment_paths(files, self.folder)
         walk = Walk(files, paths, self.identity)
-        for _ in walk:
-            pass
+        for entry in walk:
+            if seen is not None:
+                seen(entry)
         assert walk.header is not None, "there is a segment"
         files.fsync_folder(self.folder)  # who gave the last segment its name may have been killed
         self._mark = walk.header.mark
@@ -118,12 +131,12 @@ class Journal:
         One exception: where the journal became read-only, the record could not be taken back for sure. Then
         the next `open` finds it whole or cuts it off.
         """
-        text, packed = encode(kind, fields, tensors or {})
+        payload = encode(kind, fields, tensors or {})
         with self._lock:
             self._check_writable()
-            data, end = chained(self._mark, self._end, self._synced.sequence, text, packed)
+            end = chained(self._mark, self._end, self._synced.sequence, payload)
             try:
-                self._files.write(self._handle, self._end.offset, data)
+                self._files.write(self._handle, self._end.offset, payload.data)
                 if self.policy == "always":
                     self._files.fsync(self._handle)
                     self._synced = end
@@ -220,12 +233,15 @@ class Journal:
 
     # --- segments
 
-    def rotate(self) -> None:
-        """The next record begins a new segment; everything before it is durable, whatever the policy."""
+    def rotate(self) -> int:
+        """The next record begins a new segment; everything before it is durable, whatever the policy.
+
+        Returns the number of the last record before it.
+        """
         with self._lock:
             self._check_writable()
             if self._end.sequence < self._firsts[-1]:
-                return  # the last segment is empty
+                return self._end.sequence  # the last segment is empty
             self._sync()
             header = Header(self._end.sequence + 1, self._mark, self._end.chain, self.identity)
             try:
@@ -237,6 +253,7 @@ class Journal:
             self._handle, self._end, self._synced = handle, header.start, header.start
             self._firsts.append(header.first)
             self._files.close(full)
+            return header.first - 1
 
     def drop_before(self, sequence: int) -> int:
         """Delete segments that hold only records up to this one, never the last segment; how many."""
@@ -266,8 +283,13 @@ class Journal:
         """The number of the newest record."""
         return self._end.sequence
 
-    def records(self, after: int = 0) -> Iterator[Record]:
-        """Every record after this number that there is now; a ValueError if some of them were dropped."""
+    @property
+    def nbytes(self) -> int:
+        """Of all segments."""
+        return sum(path.stat().st_size for path in segment_paths(self._files, self.folder))
+
+    def records(self, after: int = 0, upto: int | None = None) -> Iterator[Record]:
+        """Those after this number, as far as there are now; a ValueError if some of them were dropped."""
         with self._lock:
             if self._closing.is_set():
                 raise ValueError(f"the journal in {self.folder} is closed")
@@ -280,7 +302,7 @@ class Journal:
         paths = [self.folder / segment_name(first) for first in firsts]
         start = max(number for number, first in enumerate(firsts) if first <= after + 1)
         walk = Walk(self._files, paths[start:], known=end)
-        return (entry.record() for entry in walk if entry.end.sequence > after)
+        return walk.records(after, end.sequence if upto is None else upto)
 
     # --- closing
 

@@ -22,9 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load
 from torch import Tensor
 
 from attractor.serve.files import Files
@@ -34,10 +35,17 @@ MAGIC = b"ATTRJRNL"
 HEADER = struct.Struct("<8sIIQ16s32s")
 RECORD = struct.Struct("<16sIIQQ32s")
 DIGEST = 32
+FIXED = RECORD.size + DIGEST
 MOST_HEADER = 4096
 MOST_JSON = 1 << 24
 MOST_TENSORS = 1 << 30
 CHUNK = 1 << 16
+DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.complex64: "C64",
+}  # fmt: skip
+"""By their names in safetensors."""
 
 
 class JournalDamaged(ValueError):
@@ -91,9 +99,33 @@ class Entry:
         except (LookupError, TypeError, ValueError, SafetensorError) as error:
             raise ValueError(f"record {self.end.sequence} is whole but not one of ours: {error}") from error
 
+    def outline(self) -> tuple[str, dict[str, Any], dict[str, tuple[str, list[int]]]]:
+        """Kind, fields, and the types and shapes of its tensors, without their bytes."""
+        told, index = json.loads(self.text), {}
+        if self.tensors:
+            (size,) = struct.unpack_from("<Q", self.tensors)
+            index = json.loads(self.tensors[8 : 8 + size])
+        tensors = {name: (about["dtype"], about["shape"]) for name, about in index.items()}
+        return told["kind"], told["fields"], tensors
 
-def encode(kind: str, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[bytes, bytes]:
-    """The payload of a record: JSON and tensors. A ValueError for what would not come back as it is."""
+
+@dataclass(frozen=True)
+class Payload:
+    """What a record holds, with room before it for what only its place in the chain tells.
+
+    The bytes of tensors are copied once, to here: checksum and disk see the same, whatever becomes of them.
+    """
+
+    data: bytearray
+    text_size: int
+
+    @property
+    def tensor_size(self) -> int:
+        return len(self.data) - FIXED - self.text_size
+
+
+def encode(kind: str, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Payload:
+    """JSON and tensors. A ValueError for what would not come back as it is."""
     if not isinstance(kind, str) or not kind:
         raise ValueError(f"kind={kind!r} must be a word")
     told = {"kind": kind, "fields": dict(fields)}
@@ -104,43 +136,76 @@ def encode(kind: str, fields: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"the fields of {kind!r} are not JSON: {error}") from error
     try:
-        if "__metadata__" in tensors:
-            raise ValueError("safetensors keeps the name '__metadata__' for itself")
-        own = {  # copies: safetensors takes neither views that overlap nor strides
-            name: value.detach().to("cpu").clone(memory_format=torch.contiguous_format)
-            for name, value in tensors.items()
-        }
-        packed = save(own) if own else b""
-    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
+        plain = {name: _plain(name, value) for name, value in tensors.items()}
+        index = _index(plain)
+    except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"the tensors of {kind!r} cannot be written: {error}") from error
-    for what, size, most in (("fields", len(text), MOST_JSON), ("tensors", len(packed), MOST_TENSORS)):
+    tensor_size = len(index) + sum(value.nbytes for value in plain.values())
+    for what, size, most in (("fields", len(text), MOST_JSON), ("tensors", tensor_size, MOST_TENSORS)):
         if size > most:
             raise ValueError(f"the {what} of {kind!r} take {size:,} bytes; a record holds {most:,}: split it")
-    return text, packed
+    data = bytearray(FIXED + len(text) + tensor_size)
+    data[FIXED : FIXED + len(text) + len(index)] = text + index
+    rest = np.frombuffer(data, np.uint8)[FIXED + len(text) + len(index) :]
+    for name in _in_order(plain):
+        raw = plain[name].flatten().view(torch.uint8).numpy()
+        rest[: len(raw)] = raw
+        rest = rest[len(raw) :]
+    return Payload(data, len(text))
 
 
-def chained(mark: bytes, place: Place, durable: int, text: bytes, tensors: bytes) -> tuple[bytes, Place]:
-    """The bytes of the record that follows a place, and the place behind it."""
-    sequence = place.sequence + 1
-    header = RECORD.pack(mark, len(text), len(tensors), sequence, durable, place.chain)
-    digest = _digest(header, text, tensors)
-    data = b"".join([header, digest, text, tensors])
-    return data, Place(place.offset + len(data), sequence, digest)
+def _plain(name: str, value: Tensor) -> Tensor:
+    if name == "__metadata__":
+        raise ValueError("safetensors keeps the name '__metadata__' for itself")
+    if value.layout != torch.strided or value.dtype not in DTYPES:
+        raise ValueError(f"{name} is {value.layout} of {value.dtype}")
+    return value.detach().to("cpu").contiguous()
+
+
+def _in_order(tensors: Mapping[str, Tensor]) -> list[str]:
+    """As safetensors wants them: the widest first, so that all are aligned."""
+    return sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+
+
+def _index(tensors: Mapping[str, Tensor]) -> bytes:
+    """How bytes in the format of safetensors begin: which tensor lies where."""
+    if not tensors:
+        return b""
+    places, end = {}, 0
+    for name in _in_order(tensors):
+        value, start = tensors[name], end
+        end += value.nbytes
+        shape = list(value.shape)
+        places[name] = {"dtype": DTYPES[value.dtype], "shape": shape, "data_offsets": [start, end]}
+    text = json.dumps(places, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def chained(mark: bytes, place: Place, durable: int, payload: Payload) -> Place:
+    """Fill in what makes the payload the record that follows a place; the place behind it."""
+    data, sequence = payload.data, place.sequence + 1
+    data[: RECORD.size] = RECORD.pack(
+        mark, payload.text_size, payload.tensor_size, sequence, durable, place.chain
+    )
+    view = memoryview(data)
+    digest = _digest(view[: RECORD.size], view[FIXED:])
+    data[RECORD.size : FIXED] = digest
+    return Place(place.offset + len(data), sequence, digest)
 
 
 def entry_at(files: Files, handle: int, mark: bytes, offset: int, size: int) -> Entry:
     """The whole record at an offset of a segment of this size, whatever comes before it."""
-    fixed = RECORD.size + DIGEST
-    header = files.read(handle, offset, min(fixed, size - offset))
-    if len(header) < fixed:
+    header = files.read(handle, offset, min(FIXED, size - offset))
+    if len(header) < FIXED:
         raise NotWhole("the header of a record is cut short")
     found, text_size, tensor_size, sequence, durable, previous = RECORD.unpack_from(header)
     if found != mark:
         raise NotWhole("no record begins here")
-    end = offset + fixed + text_size + tensor_size
+    end = offset + FIXED + text_size + tensor_size
     if text_size > MOST_JSON or tensor_size > MOST_TENSORS or end > size:
         raise NotWhole("a record is cut short, or its length is damaged")
-    payload = files.read(handle, offset + fixed, text_size + tensor_size)
+    payload = files.read(handle, offset + FIXED, text_size + tensor_size)
     digest = header[RECORD.size :]
     if _digest(header[: RECORD.size], payload) != digest:
         raise NotWhole("the checksum of a record is wrong")
@@ -235,6 +300,14 @@ class Walk:
             finally:
                 self.files.close(handle)
 
+    def records(self, after: int, upto: int) -> Iterator[Record]:
+        """Nothing is read behind `upto`."""
+        for entry in self if after < upto else ():
+            if entry.end.sequence > after:
+                yield entry.record()
+            if entry.end.sequence >= upto:
+                return
+
     def _check(self, header: Header, path: Path) -> None:
         if path.name != segment_name(header.first):
             raise JournalDamaged(path, 0, f"by its header this is {segment_name(header.first)}")
@@ -286,7 +359,7 @@ class Walk:
         return f"{path.name}, byte {offset}: {self.size - offset} bytes were torn off the end ({why}){also}"
 
 
-def _digest(*parts: bytes) -> bytes:
+def _digest(*parts: bytes | memoryview) -> bytes:
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)

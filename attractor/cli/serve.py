@@ -1,0 +1,185 @@
+"""attractor serve|keys|journal"""
+
+import json
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, cast
+
+import numpy as np
+import tyro
+
+from attractor import distributed
+from attractor.cli.common import validation_text
+from attractor.continual.config import AlsoName, AttentionName, GuardConfig, LearnConfig, UpdateConfig
+from attractor.continual.guarded import GuardedLearner
+from attractor.data import read_text
+from attractor.model import GPT
+from attractor.serve.journal import SyncName
+from attractor.serve.rules import Rules
+from attractor.serve.service import Limits, Service
+
+EXTRA = 'serving needs the extra "serve": pip install "attractor-patch-networks[serve]" ({})'
+
+
+@dataclass(kw_only=True)
+class Serve:
+    """Answer requests, and learn from texts while doing so: an OpenAI-compatible server with a dashboard."""
+
+    run_folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(name="run")]
+    """A run or a saved model; or what `attractor retrofit` wrote."""
+    data_dir: Path | None = None
+    """What is learned is kept here: a journal and snapshots (default: RUN-served)."""
+    learn: bool = False
+    """Take lessons. Without it the server answers with what was learned before."""
+    name: str | None = None
+    """What clients call the model (default: the name of the folder)."""
+    host: str = "127.0.0.1"
+    """Other than this machine needs --keys."""
+    port: int = 8000
+    keys: Path | None = None
+    """Who may do what: a file that `attractor keys` writes."""
+    chat: Literal["transcript", "chatml"] = "transcript"
+    """How the messages of a chat become a prompt."""
+    sync: SyncName = "always"
+    """When a lesson is on the disk: before its answer, within a second, or when the system gets to it."""
+    canary: tuple[str, ...] = ()
+    """Texts that must not suffer: names or files (default: the run's validation text)."""
+    model: str | None = None
+    """Of a retrofit: the model it belongs to (default: the one it was made with)."""
+    context: int = 512
+    """Of a retrofit: the longest sequence, in tokens."""
+    prior: float = GuardConfig.prior
+    """The weight of the base: a window costs at most log(1 / prior) nats more than the base."""
+    attention: AttentionName = GuardConfig.attention
+    """What an overlay may change in attention: nothing, low-rank deltas, or whole matrices."""
+    also: tuple[AlsoName, ...] = ()
+    """What else an overlay may change."""
+    max_overlays: int = GuardConfig.max_overlays
+    teach: LearnConfig = field(
+        default_factory=lambda: LearnConfig(update=UpdateConfig(learning_rate=1e-3), max_patches=4)
+    )
+    """How lessons are learned."""
+    rules: Rules = field(default_factory=Rules)
+    limits: Limits = field(default_factory=Limits)
+    device: str | None = None
+
+    def run(self) -> int:
+        try:
+            import uvicorn
+
+            from attractor.serve.app import create_app, uvicorn_config
+            from attractor.serve.settings import ServeSettings
+        except ImportError as error:
+            raise ValueError(EXTRA.format(error)) from error
+        settings = ServeSettings(host=self.host, port=self.port, keys=self.keys, chat=self.chat)
+        learner = self._learner()
+        folder = self.run_folder.resolve()
+        data = self.data_dir or folder.with_name(folder.name + "-served")
+        logging.getLogger("attractor.audit").setLevel(logging.INFO)
+        with Service.open(
+            learner, data, name=self.name or folder.name, canaries=self._canaries(learner), rules=self.rules,
+            limits=self.limits, sync=self.sync, learning=self.learn,
+        ) as service:  # fmt: skip
+            if service.store.recovered:
+                print(f"the journal ended in the middle of a record: {service.store.recovered}")
+            print(f"{service.name}, version {service.version}, paths: {', '.join(service.paths())}")
+            print(f"http://{self.host}:{self.port}/ is the dashboard, /v1 the API. Ctrl-C ends politely.")
+            uvicorn.Server(uvicorn_config(create_app(service, settings), settings)).run()
+            print("finishing what was begun, and writing a snapshot")
+        print(f"version {service.version} is in {data}")
+        return 0
+
+    def _learner(self) -> GuardedLearner:
+        device = distributed.parse_device(self.device)
+        config = GuardConfig(
+            learn=self.teach, prior=self.prior, attention=self.attention, also=self.also,
+            max_overlays=self.max_overlays,
+        )  # fmt: skip
+        if self._is_retrofit():
+            return GuardedLearner(*self._retrofit(device), config)
+        if self.model is not None:
+            raise ValueError(f"--model is for retrofits, and {self.run_folder} holds no adapter/")
+        learner = GuardedLearner.load(self.run_folder, config, device=device)
+        if learner.sources:
+            raise ValueError(
+                f"{self.run_folder} holds overlays of its own: serve the run they were made over"
+            )
+        return learner
+
+    def _retrofit(self, device: Any) -> tuple[GPT, Any]:
+        from attractor import load_retrofit
+        from attractor.hf import CausalLM
+        from attractor.hf.pretrained import load_pretrained
+
+        summary = self.run_folder / "summary.json"
+        source = self.model
+        if source is None and summary.is_file():
+            source = json.loads(summary.read_text()).get("model")
+        if not isinstance(source, str):
+            raise ValueError(f"{self.run_folder} does not say which model it belongs to: give --model")
+        model, tokenizer = load_pretrained(source, device=device)
+        net = load_retrofit(model, self.run_folder / "adapter")
+        return cast(GPT, CausalLM(net, context=self.context)), tokenizer
+
+    def _canaries(self, learner: GuardedLearner) -> dict[str, np.ndarray]:
+        most = 64 * learner.base.config.context
+        assert learner.tokenizer is not None, "a run has one"
+        if self.canary:
+            return {Path(source).stem: learner.tokenizer.encode(read_text(source))[:most]
+                    for source in self.canary}  # fmt: skip
+        found = None if self._is_retrofit() else validation_text(self.run_folder)
+        return {} if found is None else {"validation": found[:most]}
+
+    def _is_retrofit(self) -> bool:
+        return (self.run_folder / "adapter" / "adapter_config.json").is_file()
+
+
+@dataclass(kw_only=True)
+class Keys:
+    """Make a key for a server; it is shown once, and the file keeps only its hash."""
+
+    file: tyro.conf.Positional[Path]
+    """Where the hashes of keys are; it is made if it is not there."""
+    scopes: tuple[Literal["generate", "learn", "admin"], ...]
+    """What the key is for: to ask, to teach, to watch and take back."""
+    note: str = ""
+    """Whose key it is."""
+
+    def run(self) -> int:
+        try:
+            from attractor.serve.security import add_key
+        except ImportError as error:
+            raise ValueError(EXTRA.format(error)) from error
+        print(add_key(self.file, self.scopes, self.note))
+        return 0
+
+
+@dataclass(kw_only=True)
+class JournalCommand:
+    """Look at what a server keeps: check every byte, or list what was learned. Nothing is changed."""
+
+    action: tyro.conf.Positional[Literal["verify", "show"]]
+    data_dir: tyro.conf.Positional[Path]
+    """The --data-dir of a server."""
+
+    def run(self) -> int:
+        from attractor.serve import store
+
+        if not (self.data_dir / "journal").is_dir():
+            raise ValueError(f"{self.data_dir} holds no journal/: it is not the data folder of a server")
+        if self.action == "show":
+            for line in store.show(self.data_dir):
+                print(json.dumps(line))
+            return 0
+        report = store.verify(self.data_dir)
+        journal, snapshots = report.journal, sorted(report.snapshots)
+        print(f"journal: records {journal.first} to {journal.last} in {len(journal.segments)} segments")
+        print(f"snapshots: {', '.join(map(str, snapshots)) or 'none'}")
+        if report.journal.torn:
+            print(f"the last record is torn, and opening cuts it off: {report.journal.torn}")
+        for damage in report.damage:
+            print(f"damaged: {damage}")
+        if not report.damage:
+            print("every byte is as it was written")
+        return 1 if report.damage else 0

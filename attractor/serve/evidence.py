@@ -1,0 +1,81 @@
+"""What texts say about the paths of a guard: the mathematics of `GuardCache`, for rows that come and go."""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attractor.continual.guard import Guard, Resting
+
+
+@dataclasses.dataclass
+class Evidence:
+    """A column per row, and a row of the tensors per path. A path that a text does not have has no prior in
+    its column, and is never awake.
+    """
+
+    prior: Tensor  # (M, B) float64
+    sums: Tensor  # (M, B) float64: the prior, and what the paths gave the tokens of this window
+    awake: Tensor  # (M, B)
+    predicted: Tensor  # (B) predictions made: where we are in the window
+    window: Tensor  # (B)
+    floor: Tensor  # (B), and the other numbers of `Resting`
+    most_odds: Tensor  # (B)
+    quiet: Tensor  # (B)
+
+    @classmethod
+    def start(cls, log_prior: Tensor, guard: Guard) -> "Evidence":
+        rule = Resting(guard.pause, guard.window, guard.config.vocab_size)
+        numbers = log_prior.new_tensor([[rule.floor], [rule.most_odds], [rule.quiet(len(log_prior))]])
+        counts = torch.tensor([[0], [guard.window]], device=log_prior.device)
+        prior = log_prior[:, None]
+        return cls(prior, prior.clone(), torch.ones_like(prior, dtype=torch.bool), *counts, *numbers)
+
+    @classmethod
+    def of_nobody(cls, device: torch.device) -> "Evidence":
+        prior = torch.zeros(0, 1, dtype=torch.float64, device=device)
+        counts = torch.ones(1, dtype=torch.long, device=device)
+        numbers = prior.new_zeros(1)
+        return cls(prior, prior, prior.bool(), counts, counts, numbers, numbers, numbers).keep([])
+
+    def keep(self, columns: list[int]) -> "Evidence":
+        index = torch.tensor(columns, dtype=torch.long, device=self.prior.device)
+        return Evidence(*(getattr(self, field.name)[..., index] for field in dataclasses.fields(self)))
+
+    def beside(self, other: "Evidence") -> "Evidence":
+        """Both, one after the other."""
+        most = max(len(self.prior), len(other.prior))
+
+        def padded(x: Tensor) -> Tensor:
+            missing = most - len(x)
+            nothing = False if x.dtype == torch.bool else -torch.inf
+            return F.pad(x, (0, 0, 0, missing), value=nothing) if x.dim() == 2 and missing else x
+
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self))
+        return Evidence(*(torch.cat([padded(ours), padded(theirs)], -1) for ours, theirs in pairs))
+
+    @property
+    def at_rest(self) -> Tensor:
+        return ~self.awake & self.prior.isfinite()
+
+    def count(self, gave: Tensor) -> Tensor:
+        """What the paths gave the last token (M, B), 0 at rest. Returns where (B) a new window starts."""
+        begins = self.predicted % self.window == 0
+        self.sums = torch.where(begins, self.prior, self.sums + gave)
+        return begins
+
+    def log_weights(self) -> Tensor:
+        return self.sums.masked_fill(~self.awake, -torch.inf).log_softmax(0)
+
+    def to_wake(self, begins: Tensor) -> Tensor:
+        """(B) rows whose paths at rest are to read what they missed."""
+        at_rest = self.at_rest
+        asleep, awake = (
+            self.sums.masked_fill(~some, -torch.inf).logsumexp(0) for some in (at_rest, self.awake)
+        )
+        return at_rest.any(0) & (begins | (asleep - awake > self.most_odds))
+
+    def to_rest(self) -> Tensor:
+        """(M, B) paths that may rest from now on."""
+        return self.awake & ~self.at_rest.any(0) & (self.sums.log_softmax(0) < self.quiet)

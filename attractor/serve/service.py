@@ -1,0 +1,257 @@
+"""The parts of a server put together: readers in the engine, one writer in a thread, a store behind it.
+
+with Service.open(learner, name="tiny", data="served", canaries={"old": tokens}) as service:
+    service.submit(Job(prompt=[1, 2, 3], max_tokens=20))
+    service.learn(["a text"], source="kjv", key="k1")
+"""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, cast
+
+import numpy as np
+
+from attractor.config import JSONConfig, check_number, check_size
+from attractor.continual.guarded import GuardedLearner
+from attractor.serve.engine import Engine, Job, Ticket
+from attractor.serve.errors import Busy, Unavailable
+from attractor.serve.files import Files
+from attractor.serve.journal import SyncName
+from attractor.serve.monitoring import Monitor
+from attractor.serve.rules import SELF, Canaries, Rules, self_canary
+from attractor.serve.store import Store
+from attractor.serve.teacher import Teacher, blank, identity
+
+log = logging.getLogger("attractor")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits(JSONConfig):
+    """How much a server takes on at a time."""
+
+    rows: int = 64
+    """Texts that are written at the same time, as one batch."""
+    waiting: int = 256
+    """Texts that wait for a place."""
+    lessons: int = 64
+    """Lessons that wait for the writer."""
+    snapshot_every: int = 256
+    """Lessons from one snapshot to the next: what a start has to read again, at most."""
+    keep_snapshots: int = 8
+    """Snapshots that are kept: how far back a rollback can go."""
+    drain: float = 10.0
+    """Seconds that texts under way have to end when the server does."""
+
+    def __post_init__(self) -> None:
+        for name in ("rows", "waiting", "lessons", "snapshot_every", "keep_snapshots"):
+            check_size(name, getattr(self, name))
+        check_number("drain", self.drain, "a number of seconds, 0 or more", lambda s: s >= 0)
+
+
+class Service:
+    """What serves and learns. Its methods may be called from any thread; those that learn block."""
+
+    def __init__(
+        self, learner: GuardedLearner, store: Store, name: str, canaries: Canaries, rules: Rules,
+        limits: Limits, learning: bool,
+    ) -> None:  # fmt: skip
+        """Use `open`."""
+        assert learner.tokenizer is not None, "checked when it was opened"
+        self.name, self.tokenizer = name, learner.tokenizer
+        self.context, self.vocab_size = learner.base.config.context, learner.base.config.vocab_size
+        self.limits, self.rules, self.store = limits, rules, store
+        self.started = time.time()
+        self._learning = learning
+        self._calls: queue.Queue[tuple[Callable[[], Any], Future[Any]] | None] = queue.Queue()
+        self._lock = threading.Lock()
+        self._count = 0  # calls that wait or are being carried out
+        self._closed = False
+        self._pace = 1.0  # seconds that a call took lately
+        self._since_snapshot = 0
+        self._failure: str | None = None  # of the last write
+        self._snapshots: threading.Thread | None = None
+        self.teacher = Teacher(learner, store, canaries, rules)
+        self.engine = Engine(self.teacher.publication, max_rows=limits.rows, max_waiting=limits.waiting)
+        self.teacher.publish = self.engine.publish
+        self._writer = threading.Thread(target=self._write, name="writer", daemon=True)
+        self._writer.start()
+
+    @classmethod
+    def open(
+        cls,
+        learner: GuardedLearner,
+        data: str | Path,
+        *,
+        name: str = "attractor",
+        canaries: Mapping[str, np.ndarray] | None = None,
+        rules: Rules | None = None,
+        limits: Limits | None = None,
+        sync: SyncName = "always",
+        learning: bool = True,
+        files: Files | None = None,
+    ) -> Self:
+        """Serve a learner without overlays; what it learns is kept in the folder `data`."""
+        rules, limits = rules or Rules(), limits or Limits()
+        if learner.tokenizer is None:
+            raise ValueError("texts come in and go out: the model needs a tokenizer")
+        if learner.config.switch_rate:
+            raise ValueError(f"switch_rate={learner.config.switch_rate} is not for serving: set it to 0")
+        texts = dict(canaries or {})
+        if SELF in texts:
+            raise ValueError(f"{SELF!r} is the canary that the base writes: choose another name")
+        texts[SELF] = self_canary(learner.base, rules.canary_tokens)
+        watch = Canaries(learner.base, texts, rules)
+        store = Store.open(
+            data, identity=identity(learner), blank=lambda: blank(learner), sync=sync,
+            keep_snapshots=limits.keep_snapshots, files=files,
+        )  # fmt: skip
+        try:
+            return cls(learner, store, name, watch, rules, limits, learning)
+        except BaseException:
+            store.close()
+            raise
+
+    # --- reading
+
+    @property
+    def version(self) -> int:
+        return self.teacher.version
+
+    @property
+    def learning(self) -> bool:
+        return self._learning
+
+    def paths(self) -> list[str]:
+        return list(self.teacher.publication.paths)
+
+    def submit(self, job: Job) -> Ticket:
+        return self.engine.submit(job)
+
+    def versions(self, limit: int = 100, before: int | None = None) -> list[dict[str, Any]]:
+        """The newest first."""
+        lines = [line for line in self.teacher.told["history"] if before is None or line["version"] < before]
+        return lines[: -limit - 1 : -1]
+
+    def overlays(self) -> dict[str, dict[str, Any]]:
+        return self.teacher.told["overlays"]
+
+    def ready(self) -> tuple[bool, str]:
+        if self._closed:
+            return False, "closing"
+        if not self._writer.is_alive():
+            return False, "the writer has stopped"
+        return True, "learning is not possible now" if self._failure else "ready"
+
+    # --- changing
+
+    def learn(self, texts: list[str], source: str, key: str | None = None) -> dict[str, Any]:
+        return self._call(lambda: self.teacher.learn(texts, source, key))
+
+    def rollback(self, version: int, key: str | None = None) -> dict[str, Any]:
+        return self._call(lambda: self.teacher.rollback(version, key))
+
+    def forget(self, source: str, key: str | None = None) -> dict[str, Any]:
+        return self._call(lambda: self.teacher.forget(source, key))
+
+    def _call(self, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Have the writer do it, in turn. Busy where too many wait."""
+        if not self._learning:
+            raise Unavailable("this server does not learn: it was started without it")
+        done: Future[dict[str, Any]] = Future()
+        with self._lock:
+            if self._closed:
+                raise Unavailable("the server is closing")
+            if self._count >= self.limits.lessons:
+                message = f"{self._count} lessons wait already, as many as may"
+                raise Busy(message, retry_after=max(1.0, self._count * self._pace))
+            self._count += 1
+            self._calls.put((action, done))
+        return done.result()
+
+    def _write(self) -> None:
+        while (call := self._calls.get()) is not None:
+            action, done = call
+            started = time.monotonic()
+            try:
+                answer = action()
+            except BaseException as error:
+                self._failure = str(error) if isinstance(error, Unavailable) else None
+                done.set_exception(error)
+            else:
+                self._failure = None
+                self._since_snapshot += not answer["repeated"]
+                done.set_result(answer)
+            with self._lock:
+                self._count -= 1
+                self._pace = 0.9 * self._pace + 0.1 * (time.monotonic() - started)
+            if self._since_snapshot >= self.limits.snapshot_every:
+                self._begin_snapshot()
+
+    def _begin_snapshot(self) -> None:
+        """In a thread of its own: it reads what is on the disk, and nobody waits for it."""
+        if self._snapshots is None or not self._snapshots.is_alive():
+            self._since_snapshot = 0
+            self._snapshots = threading.Thread(target=self._snapshot, name="snapshot", daemon=True)
+            self._snapshots.start()
+
+    def _snapshot(self) -> None:
+        try:
+            self.store.snapshot()
+        except OSError as error:  # the journal has everything: it only takes longer to start
+            log.warning("no snapshot could be written: %s", error)
+
+    # --- watching
+
+    def monitor(self) -> Monitor:
+        """Figures for a dashboard; no poll waits for the writer."""
+        told, figures = self.teacher.told, self.engine.stats()
+        recent = [
+            {"at": seen["at"], "version": seen["version"], "shares": seen["posterior"]}
+            for seen in figures["recent"]
+        ]
+        with self._lock:
+            count = self._count
+        budget = self.rules.drift
+        drift = {} if budget is None else {n: {"used": u, "budget": budget} for n, u in told["drift"].items()}
+        values: dict[str, Any] = {
+            "version": self.version, "uptime": time.time() - self.started, "learning": self._learning,
+            "progressive": told["progressive"], "canaries": told["canaries"], "usage": told["usage"],
+            "overlays": told["overlays"], "drift": drift, "posteriors": recent,
+            "queue": {"generating": figures["rows"], "waiting": figures["waiting"], "learning": count,
+                      "limit": self.limits.lessons},
+            "tokens_per_second": figures["tokens_per_second"],
+            "journal": {"last": self.store.last, "bytes": self.store.journal.nbytes,
+                        "recovered": self.store.recovered},
+        }  # fmt: skip
+        return cast(Monitor, values)
+
+    # --- ending
+
+    def close(self) -> None:
+        """Finish what was begun, write a snapshot, let others open the folder."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._calls.put(None)
+        self.engine.close(self.limits.drain)
+        self._writer.join()
+        if self._snapshots is not None:
+            self._snapshots.join()
+        self._snapshot()
+        self.store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -1,0 +1,319 @@
+"""The one writer: tries a lesson, lets the rules judge it, makes it durable, and then shows it to readers.
+
+    teacher = Teacher(GuardedLearner(model, tokenizer, config), store, canaries, rules)
+    teacher.publication                       # what readers read, never written again
+    teacher.learn(["a text"], "kjv", key="k1"); teacher.rollback(7); teacher.forget("kjv")
+
+Not for several threads: whoever serves calls it from one. A lesson that fails, is refused or cannot be made
+durable leaves every byte as it was.
+"""
+
+import hashlib
+import json
+import logging
+import math
+from collections import deque
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+
+from attractor import monitor
+from attractor.continual.guard import BASE, Guard
+from attractor.continual.guarded import GuardedLearner, Source
+from attractor.continual.update import NotFiniteUpdate
+from attractor.serve.effects import (
+    Change,
+    Frames,
+    Touched,
+    change_of,
+    fields_of,
+    fill,
+    reading_copy,
+    tensors_of,
+)
+from attractor.serve.errors import Refused, Unavailable
+from attractor.serve.lanes import Publication
+from attractor.serve.rules import Canaries, Rules
+from attractor.serve.segments import Record
+from attractor.serve.state import State, note
+from attractor.serve.store import Store
+
+log = logging.getLogger("attractor")
+
+RECENT = 512
+"""Lessons of which the course is kept for charts."""
+
+
+def identity(learner: GuardedLearner) -> str:
+    """What a store's records belong to: this base, and sources that have these tensors."""
+    config = learner.config
+    shape = [
+        sorted(config.learn.update.train), config.learn.update.rule, config.attention,
+        config.attention_rank, sorted(config.also),
+    ]  # fmt: skip
+    return f"{learner.base_hash}/{hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:16]}"
+
+
+def blank(learner: GuardedLearner) -> dict[str, Any]:
+    """What a source is before its first lesson, for the store."""
+    return {name: value.detach().cpu() for name, value in tensors_of(learner.new_source()).items()}
+
+
+class Teacher:
+    def __init__(
+        self,
+        learner: GuardedLearner,
+        store: Store,
+        canaries: Canaries,
+        rules: Rules,
+        publish: Callable[[Publication], None] = lambda publication: None,
+    ) -> None:
+        if learner.config.learn.allocation.mode == "grow":
+            raise ValueError('a server keeps the size of its layers: allocation.mode must not be "grow"')
+        if learner.sources:
+            raise ValueError("a server keeps its own sources: start from a model without overlays")
+        self.learner, self.store, self.canaries, self.rules = learner, store, canaries, rules
+        self.publish = publish
+        self.sources: dict[str, Source] = {}
+        self.frames: dict[str, Frames] = {}
+        self.touched: dict[str, Touched] = {}
+        self.base = reading_copy(learner.base)
+        self.drifts: dict[str, float] = {}
+        self.changed: dict[str, int] = {}  # source -> the version that last changed it
+        self.progressive: deque[dict[str, Any]] = deque(maxlen=RECENT)
+        self.watched: dict[str, deque[dict[str, Any]]] = {
+            name: deque(maxlen=RECENT) for name in canaries.whole
+        }
+        self.audited = store.oldest  # the newest version whose whole canaries are known to be well
+        self.since_audit = 0
+        self._take(store.state_at())
+        self._publish(store.last)
+
+    @property
+    def version(self) -> int:
+        return self.publication.version
+
+    # --- what changes
+
+    def learn(self, texts: list[str], source: str, key: str | None = None) -> dict[str, Any]:
+        """Learn from texts, each without the context of the others: one lesson, whole or not at all."""
+        if (known := self._known(key)) is not None:
+            return known
+        tokens = self._tokens(texts)
+        self._check_quota(source, sum(map(len, tokens)))
+        held = self.sources.get(source)
+        if held is None:
+            self.learner._check_name(source)
+            if len(self.sources) >= (most := self.learner.config.max_overlays):
+                raise Refused(f"there are {most} overlays, as many as this server keeps: drop one first")
+            held = self.learner.new_source()
+        try:
+            with held.learner.attempt() as undo:
+                answer, change, version = self._attempt(held, source, tokens, key, undo)
+        except NotFiniteUpdate as error:
+            raise Refused(f"the lesson would not leave finite numbers: {error}") from error
+        held.tokens, held.version = held.tokens + answer["tokens"], held.version + 1
+        self.sources[source], self.changed[source] = held, version
+        self.touched.setdefault(source, Touched()).add(change)
+        self.progressive.append({"version": version, "loss": answer["loss"], "source": source})
+        self._show(source, change, version)
+        self.since_audit += 1
+        if self.since_audit >= self.rules.audit_every:
+            self.audit()
+        return {**answer, "repeated": False, "now": self.version}
+
+    def _attempt(
+        self, held: Source, source: str, texts: list[np.ndarray], key: str | None, undo: Any
+    ) -> tuple[dict[str, Any], Change, int]:
+        before = tensors_of(held)
+        learner = held.learner
+        scored, loss, seen = 0, 0.0, None
+        for tokens in texts:
+            learner.history = learner.history[:0]
+            part = learner.observe(tokens)
+            scored, loss = scored + part.scored, loss + part.loss_sum
+            seen = part if seen is None else seen.then(part)
+        learner.history = learner.history[:0]
+        assert seen is not None, "there is a text"
+        seen = seen.then(learner.flush())
+        live = tensors_of(held)
+        change = change_of(before, live, undo)
+        figures = self.canaries.judge(self._guard(source, held), held.branch.model)
+        version = self.store.last + 1
+        touched = {str(n): change.patches(f"weights/blocks.{n}.ffn.") for n in learner.layers}
+        tensors = change.tensors()
+        answer = {
+            "version": version, "source": source, "loss": loss / scored if scored else math.nan,
+            "tokens": seen.tokens, "taught": seen.taught, "held_back": seen.held_back, "patches": touched,
+            "bytes": sum(tensor.nbytes for tensor in tensors.values()), "canaries": figures,
+        }  # fmt: skip
+        fields = fields_of(held)
+        fields |= {"tokens": held.tokens + seen.tokens, "lessons": held.version + 1}
+        told = {"source": source, "key": key, "answer": answer, "fields": fields, "at": now()}
+        self._commit("lesson", told, tensors)
+        for name, part in figures.items():
+            self.watched[name].append({"version": version, "perplexity": part["perplexity"]})
+        self.drifts[source] = max((part["drift"] for part in figures.values()), default=0.0)
+        return answer, change, version
+
+    def rollback(self, version: int, key: str | None = None) -> dict[str, Any]:
+        """Everything as it was at a version, to the bit. What came after it stays in the journal."""
+        if (known := self._known(key)) is not None:
+            return known
+        if not self.store.oldest <= version <= self.store.last:
+            raise ValueError(
+                f"version {version} is not kept: there are {self.store.oldest} to {self.store.last}"
+            )
+        state = self.store.state_at(version)
+        answer = {"version": self.store.last + 1, "to": version}
+        self._commit("rollback", {"to": version, "key": key, "answer": answer, "at": now()})
+        self._take(state, everything=False)
+        self._publish(answer["version"])
+        return {**answer, "repeated": False}
+
+    def forget(self, source: str, key: str | None = None) -> dict[str, Any]:
+        """Take away all that a source taught; exact, because nothing else wrote there."""
+        if (known := self._known(key)) is not None:
+            return known
+        if source not in self.sources:
+            raise LookupError(f"nothing is kept for {source!r}; sources: {sorted(self.sources)}")
+        answer: dict[str, Any] = {
+            "version": self.store.last + 1, "source": source, "tokens": self.sources[source].tokens,
+            "lessons": self.sources[source].version,
+        }  # fmt: skip
+        self._commit("drop", {"source": source, "key": key, "answer": answer, "at": now()})
+        for kept in (self.sources, self.frames, self.touched, self.changed):
+            del kept[source]
+        self.drifts.pop(source, None)
+        self._publish(answer["version"])
+        return {**answer, "repeated": False}
+
+    def audit(self) -> bool:
+        """Read whole canaries; where one fell, go back to the last version that was well."""
+        self.since_audit = 0
+        try:
+            self.canaries.judge(self._guard(), None, whole=True)
+        except Refused as refused:
+            good = max(self.audited, self.store.oldest)
+            log.warning("version %d fails its audit (%s): back to %d", self.version, refused, good)
+            try:
+                self.rollback(good)
+            except Unavailable as error:  # the lesson itself is durable: its teacher is not told otherwise
+                log.warning("that has to wait: %s", error)
+                self.since_audit = self.rules.audit_every
+            return False
+        self.audited = self.version
+        return True
+
+    # --- what is
+
+    def _tell(self) -> None:
+        """Figures for whoever watches, from any thread: they are replaced, never changed."""
+        self.told: dict[str, Any] = {
+            "progressive": list(self.progressive),
+            "canaries": {name: list(seen) for name, seen in self.watched.items()},
+            "usage": self._usage(), "drift": dict(self.drifts), "history": list(self.kept.history),
+            "overlays": {
+                name: {"version": self.changed[name], "lessons": held.version, "tokens": held.tokens,
+                       **self.touched[name].figures(held)}
+                for name, held in self.sources.items()
+            },
+        }  # fmt: skip
+
+    def _usage(self) -> dict[str, dict[str, Any]]:
+        """By layer: how evenly patches are used by what is taught, and how much each is."""
+        told: dict[str, dict[str, Any]] = {}
+        for number, layer in self.learner.base.apn_layers().items():
+            habits = [held.learner.allocator.habits[number].usage.cpu() for held in self.sources.values()]
+            if not habits:
+                even = [1 / layer.num_patches] * layer.num_patches
+                told[str(number)] = {"entropy": math.log(layer.num_patches), "counts": even}
+                continue
+            mean = sum(habits[1:], habits[0]) / len(habits)
+            told[str(number)] = {"entropy": monitor.usage_entropy(mean), "counts": mean.tolist()}
+        return told
+
+    # --- inside
+
+    def _known(self, key: str | None) -> dict[str, Any] | None:
+        """The answer that was given to this key before."""
+        if key is None or key not in self.kept.answers:
+            return None
+        return {**self.kept.answers[key], "repeated": True}
+
+    def _tokens(self, texts: list[str]) -> list[np.ndarray]:
+        if not texts:
+            raise ValueError("there is no text; give one or more")
+        found = [self.learner._tokens(text) for text in texts]
+        for number, tokens in enumerate(found):
+            if len(tokens) < 2:
+                raise ValueError(f"text {number} has 1 token, and the first is not predicted: give more")
+        return found
+
+    def _check_quota(self, source: str, tokens: int) -> None:
+        if tokens > self.rules.lesson_tokens:
+            raise ValueError(f"{tokens:,} tokens; a lesson may have {self.rules.lesson_tokens:,}")
+        taught = self.sources[source].tokens if source in self.sources else 0
+        most = self.rules.source_tokens
+        if most is not None and taught + tokens > most:
+            raise Refused(
+                f"{source!r} taught {taught:,} tokens and may teach {most:,} in all; these are {tokens:,}"
+            )
+
+    def _guard(self, source: str | None = None, held: Source | None = None) -> Guard:
+        """What readers would get, with this source as it is now."""
+        paths = {name: own.branch.model for name, own in self.sources.items()}
+        if source is not None and held is not None:
+            paths[source] = held.branch.model
+        config = self.learner.config
+        guard = Guard(
+            {"base": self.learner.base, **paths}, prior=config.prior, window=config.window,
+            switch_rate=config.switch_rate,
+        )  # fmt: skip
+        return guard.to(self.learner.device).eval()
+
+    def _commit(self, kind: str, fields: dict[str, Any], tensors: dict[str, Any] | None = None) -> None:
+        try:
+            version = self.store.commit(kind, fields, tensors)
+        except OSError as error:
+            raise Unavailable(
+                f"nothing was changed, because it could not be made durable: {error.strerror or error}"
+            ) from error
+        note(self.kept, Record(version, kind, fields, {}))
+
+    def _take(self, state: State, *, everything: bool = True) -> None:
+        """Become a state of the store. Answers and history only ever grow: a rollback keeps them."""
+        sources = {}
+        for name, kept in state.sources.items():
+            held = self.learner.new_source()
+            fill(held, kept.tensors, kept.fields)
+            sources[name] = held
+        frames = {name: Frames(held) for name, held in sources.items()}
+        self.sources, self.frames, self.drifts = sources, frames, {}
+        self.changed = dict.fromkeys(sources, state.version)
+        self.touched = {name: Touched.of(held) for name, held in sources.items()}
+        if everything:
+            self.kept = state
+            state.sources = {}  # they live here now
+
+    def _show(self, source: str, change: Change, version: int) -> None:
+        if source in self.frames:
+            self.frames[source].after(change)
+        else:
+            self.frames[source] = Frames(self.sources[source])
+        self._publish(version)
+
+    def _publish(self, version: int) -> None:
+        config = self.learner.config
+        paths = {BASE: self.base, **{name: own.newest.model for name, own in self.frames.items()}}
+        self.publication = Publication(version, paths, config.prior, config.window, config.pause)
+        for own in self.frames.values():
+            own.newest.users.add(self.publication)
+        self._tell()
+        self.publish(self.publication)
+
+
+def now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
