@@ -1,7 +1,7 @@
 """A service without a model: what it writes, learns and answers is simple enough to know beforehand.
 
     service = FakeService(); app = create_app(service, ServeSettings())
-    python -m tests.fake_service 8000       # to look at the dashboard
+    PYTHONPATH=. python tests/fake_service.py 8000       # to look at the dashboard
 
 Every token is the next letter of a line that depends on the prompt's last token, the seed and the path.
 """
@@ -15,8 +15,9 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+from attractor.serve.engine import Job
 from attractor.serve.errors import Busy, Refused, Unavailable
-from attractor.serve.interface import Job, Written
+from attractor.serve.lanes import Written
 from attractor.serve.monitoring import Monitor
 from attractor.tokenizer import ByteTokenizer
 

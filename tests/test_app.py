@@ -5,14 +5,14 @@ import logging
 import threading
 
 import pytest
+from fake_service import BUSY, REFUSED, UNAVAILABLE, FakeService, filled
 from pydantic import TypeAdapter
+from serving import until
 from starlette.testclient import TestClient
 
 from attractor.serve.app import create_app
 from attractor.serve.monitoring import Monitor
 from attractor.serve.settings import ServeSettings
-from tests.fake_service import BUSY, REFUSED, UNAVAILABLE, FakeService, filled
-from tests.serving import until
 
 
 @pytest.fixture

@@ -5,12 +5,12 @@ import json
 
 import openai
 import pytest
+from fake_service import BUSY, LINE, FakeService
+from serving import Running, until
 from starlette.testclient import TestClient
 
 from attractor.serve.app import create_app
 from attractor.serve.settings import ServeSettings
-from tests.fake_service import BUSY, LINE, FakeService
-from tests.serving import Running, until
 
 
 @pytest.fixture

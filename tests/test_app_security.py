@@ -8,10 +8,12 @@ import socket
 
 import pytest
 import schemathesis
+from fake_service import FakeService
 from fastapi import FastAPI
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from schemathesis.checks import not_a_server_error
+from serving import Running
 from starlette.testclient import TestClient
 
 from attractor.serve import app as app_module
@@ -19,8 +21,6 @@ from attractor.serve.app import create_app
 from attractor.serve.gate import too_deep
 from attractor.serve.security import SCOPES, Key, KeyRing, add_key, declared, local_problem, needs, new_key
 from attractor.serve.settings import ServeSettings, is_loopback
-from tests.fake_service import FakeService
-from tests.serving import Running
 
 SCOPES_OF = {
     ("GET", "/health"): "open",

@@ -5,14 +5,14 @@ import re
 from importlib.resources import files
 
 import pytest
+from browser import Browser, chromium
+from fake_service import FakeService, filled
+from serving import Running, until
 from starlette.testclient import TestClient
 
 from attractor.serve.app import create_app
 from attractor.serve.security import SCOPES, add_key
 from attractor.serve.settings import ServeSettings
-from tests.browser import Browser, chromium
-from tests.fake_service import FakeService, filled
-from tests.serving import Running, until
 
 FOLDER = files("attractor.serve").joinpath("dashboard")
 OURS = sorted(each.name for each in FOLDER.iterdir())

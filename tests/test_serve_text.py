@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attractor.serve.interface import Written
+from attractor.serve.lanes import Written
 from attractor.serve.text import CHATS, Detokenizer, StopStrings, Writer
 from attractor.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, PretrainedTokenizer
 

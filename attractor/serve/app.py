@@ -13,9 +13,9 @@ from attractor.serve.api.openai import add_openai_routes
 from attractor.serve.api.replies import add_error_replies
 from attractor.serve.api.status import add_dashboard, add_status_routes
 from attractor.serve.gate import Gate
-from attractor.serve.interface import Service
 from attractor.serve.metrics import Metrics
 from attractor.serve.security import KeyRing, declared
+from attractor.serve.service import Service
 from attractor.serve.settings import ServeSettings
 from attractor.version import __version__
 

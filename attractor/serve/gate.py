@@ -18,9 +18,9 @@ from starlette.routing import BaseRoute, Match, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from attractor.serve.api.replies import Problem, problem_of
-from attractor.serve.interface import Service
 from attractor.serve.metrics import Metrics
 from attractor.serve.security import LOCAL, Key, KeyRing, declared, local_problem
+from attractor.serve.service import Service
 from attractor.serve.settings import ServeSettings
 
 VERSION = "X-Attractor-Version"

@@ -10,8 +10,9 @@ from starlette.requests import Request
 
 from attractor.serve.api.replies import Problem, problem_of
 from attractor.serve.api.schemas import Generation
-from attractor.serve.interface import Job, Service, Ticket
+from attractor.serve.engine import Job, Ticket
 from attractor.serve.metrics import Metrics
+from attractor.serve.service import Service
 from attractor.serve.settings import ServeSettings
 from attractor.serve.text import Piece, Told, Writer
 

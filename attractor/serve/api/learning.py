@@ -10,9 +10,9 @@ from attractor.serve.api.replies import Problem, Reply, problem_of
 from attractor.serve.api.schemas import SOURCE, LearnForm, RollbackForm
 from attractor.serve.errors import Busy
 from attractor.serve.gate import VERSION
-from attractor.serve.interface import Service
 from attractor.serve.metrics import Metrics
 from attractor.serve.security import FIGURES, needs
+from attractor.serve.service import Service
 from attractor.serve.settings import ServeSettings
 
 LEARN_ERRORS: dict[int | str, dict[str, Any]] = {**ERRORS, 409: ERRORS[400]}

@@ -16,9 +16,9 @@ from attractor.serve.api.replies import Problem, Reply, problem_of, to_json
 from attractor.serve.api.schemas import ChatForm, CompletionForm, ErrorReply, Generation
 from attractor.serve.api.shapes import ChatShape, CompletionShape, Shape
 from attractor.serve.gate import VERSION
-from attractor.serve.interface import Service
 from attractor.serve.metrics import Metrics
 from attractor.serve.security import needs
+from attractor.serve.service import Service
 from attractor.serve.settings import ServeSettings
 from attractor.serve.text import CHATS
 

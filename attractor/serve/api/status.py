@@ -12,10 +12,10 @@ from starlette.responses import Response
 
 from attractor.serve.api.openai import ERRORS
 from attractor.serve.api.replies import Problem, Reply, without_paths
-from attractor.serve.interface import Service
 from attractor.serve.metrics import CONTENT_TYPE, Metrics
 from attractor.serve.monitoring import Monitor
 from attractor.serve.security import FIGURES, SCOPES, needs, open_to_all
+from attractor.serve.service import Service
 
 TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
 PLOTLY = "plotly.min.js"

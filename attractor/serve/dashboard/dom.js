@@ -49,7 +49,15 @@ export function moment(text) {
   return Number.isNaN(when.getTime()) ? String(text ?? "") : when.toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
 }
 
-// Asks before something that changes the server; resolves to whether it was confirmed.
+// Asks before something that changes the server; resolves to whether it was confirmed. A dialog tells late that
+// it was closed, so it may be open again by then: only the newest question is answered.
+let answer = null;
+$("confirm").addEventListener("close", () => {
+  if ($("confirm").open) return;
+  answer?.($("confirm").returnValue === "yes");
+  answer = null;
+});
+
 export function confirmed(title, text, action) {
   const dialog = $("confirm");
   $("confirm-title").textContent = title;
@@ -58,8 +66,9 @@ export function confirmed(title, text, action) {
   dialog.returnValue = "cancel";
   dialog.showModal();
   $("confirm-cancel").focus();
+  answer?.(false);
   return new Promise((resolve) => {
-    dialog.addEventListener("close", () => resolve(dialog.returnValue === "yes"), { once: true });
+    answer = resolve;
   });
 }
 
