@@ -382,6 +382,7 @@ def _tokens_per_second(service: Service, seconds: float, streams: int) -> float:
 @contextmanager
 def listening(service: Service) -> Iterator[str]:
     import uvicorn
+
     from attractor.serve.app import create_app, uvicorn_config
     from attractor.serve.settings import ServeSettings
 

@@ -1,0 +1,54 @@
+"""The HTTP side of a server.
+
+app = create_app(service, ServeSettings(keys="keys.json"))
+uvicorn.Server(uvicorn_config(app, settings)).run()
+"""
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.routing import BaseRoute
+
+from attractor.serve.api.learning import add_learning_routes
+from attractor.serve.api.openai import add_openai_routes
+from attractor.serve.api.replies import add_error_replies
+from attractor.serve.api.status import add_dashboard, add_status_routes
+from attractor.serve.gate import Gate
+from attractor.serve.metrics import Metrics
+from attractor.serve.security import KeyRing, declared
+from attractor.serve.service import Service
+from attractor.serve.settings import ServeSettings
+from attractor.version import __version__
+
+
+def create_app(service: Service, settings: ServeSettings) -> FastAPI:
+    """The service stays the caller's: it is not closed with the app."""
+    keys = None if settings.keys is None else KeyRing.load(settings.keys)
+    app = FastAPI(
+        title="Attractor", version=__version__, openapi_url=None, docs_url=None, redoc_url=None,
+        redirect_slashes=False,
+    )  # fmt: skip
+    metrics = Metrics(service)
+    add_openai_routes(app, service, settings, metrics)
+    add_learning_routes(app, service, settings, metrics)
+    add_status_routes(app, service, metrics)
+    add_dashboard(app)
+    add_error_replies(app)
+    if undeclared := [route for route in app.routes if declared(route) is None]:
+        raise AssertionError(f"routes without a declared scope: {[_name(route) for route in undeclared]}")
+    app.add_middleware(
+        Gate, router=app.router, service=service, settings=settings, keys=keys, metrics=metrics
+    )
+    return app
+
+
+def _name(route: BaseRoute) -> str:
+    return str(getattr(route, "path", route))
+
+
+def uvicorn_config(app: FastAPI, settings: ServeSettings) -> uvicorn.Config:
+    """With limits on headers, no trust in headers that a proxy would set, and no log of what was asked."""
+    return uvicorn.Config(
+        app, host=settings.host, port=settings.port, http="h11", h11_max_incomplete_event_size=32 << 10,
+        proxy_headers=False, server_header=False, access_log=False, log_level="warning", ws="none",
+        timeout_keep_alive=30, timeout_graceful_shutdown=60,
+    )  # fmt: skip
