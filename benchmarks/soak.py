@@ -66,7 +66,7 @@ def learner(dim: int = 32, patches: int = 16, rank: int = 8, most: int | None = 
 
 def serve(folder: Path, model: GuardedLearner | None = None, **options: Any) -> Service:
     settings: dict[str, Any] = {
-        "rules": Rules(canary_tokens=32, drift=None),
+        "rules": Rules(canary_tokens=64, canary_rise=0.1, drift=None),
         "limits": Limits(drain=1.0, snapshot_every=7, keep_snapshots=10_000),
     }
     return Service.open(model or learner(), folder, **(settings | options))
@@ -333,7 +333,7 @@ def rollback(lessons: int = 1000) -> dict[str, Any]:
 def throughput(seconds: float = 10.0, streams: int = 8) -> dict[str, Any]:
     """Tokens per second of several texts at once, in turns with and without lessons."""
     with tempfile.TemporaryDirectory() as folder:
-        options = {"limits": Limits(drain=1.0), "rules": Rules(canary_tokens=64, drift=None)}
+        options = {"limits": Limits(drain=1.0), "rules": Rules(canary_tokens=64, canary_rise=0.1, drift=None)}
         with serve(Path(folder), learner(dim=128, patches=64, rank=32), **options) as service:
             service.learn([TEXT * 4], "a")
             found: dict[str, list[float]] = {"alone": [], "learning": []}
