@@ -74,7 +74,7 @@ def serve(folder: Path, model: GuardedLearner | None = None, **options: Any) -> 
 
 # --- kill -9
 
-POINTS = ("write", "fsync", "truncate", "rename", "unlink", "fsync_folder")
+POINTS = ("write", "fsync", "sync_data", "truncate", "rename", "unlink", "fsync_folder")
 
 
 class Mortal(Files):
@@ -249,7 +249,8 @@ def percentiles(seconds: list[float]) -> dict[str, float]:
 
 def overhead(lessons: int = 400) -> dict[str, Any]:
     """All of a lesson's time that is neither scoring, updating nor judging: queue, journal, publication."""
-    with tempfile.TemporaryDirectory() as folder, serve(Path(folder)) as service:
+    limits = Limits(drain=1.0)
+    with tempfile.TemporaryDirectory() as folder, serve(Path(folder), limits=limits) as service:
         service.learn([TEXT * 4], "a")
         spent = [0.0]
 
@@ -263,8 +264,10 @@ def overhead(lessons: int = 400) -> dict[str, Any]:
 
             return call
 
-        held = service.teacher.sources["a"].learner
-        for owner, name in ((held, "observe"), (held, "flush"), (service.teacher.canaries, "judge")):
+        teacher = service.teacher
+        held = teacher.sources["a"].learner
+        parts = ((held, "observe"), (held, "flush"), (teacher, "_guard"), (teacher.canaries, "judge"))
+        for owner, name in parts:
             setattr(owner, name, timed(getattr(owner, name)))
         beyond, whole, sizes = [], [], []
         for _ in range(lessons):

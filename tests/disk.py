@@ -189,6 +189,9 @@ class Disk(Files):
             change(file.stored, pending)
         file.pending = []
 
+    def sync_data(self, handle: int) -> None:
+        self.fsync(handle)
+
     def fsync_folder(self, folder: Path) -> None:
         self._call("fsync_folder")
         for changed in self.pending:

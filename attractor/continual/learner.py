@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from attractor import monitor
 from attractor.checkpoint import load_model, write_folder
 from attractor.config import PrecisionName, check_choice, check_number
+from attractor.continual import state as states
 from attractor.continual.allocate import Allocator, Habits
 from attractor.continual.baselines.baseline import check_batch
 from attractor.continual.config import LearnConfig
@@ -42,7 +43,6 @@ from attractor.continual.lesson import (
     tokens_of,
 )
 from attractor.continual.prototypes import pull, turn
-from attractor.continual.state import restore, state_of
 from attractor.continual.update import (
     LocalUpdate,
     NotFiniteUpdate,
@@ -413,7 +413,7 @@ class OnlineLearner:
             self.model.save_pretrained(partial)
             if self.tokenizer is not None:
                 self.tokenizer.save(partial / "tokenizer.json")
-            tensors, state = state_of(self)
+            tensors, state = states.tensors_of(self), states.fields_of(self)
             try:
                 save_file({k: v.contiguous() for k, v in tensors.items()}, partial / "learner.safetensors")
             except SafetensorError as error:
@@ -445,7 +445,7 @@ class OnlineLearner:
             learner = cls(
                 model, tokenizer, config or LearnConfig.from_dict(state["config"]), precision=precision
             )
-            restore(learner, state, tensors)
+            states.restore(learner, state, tensors)
         except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError,
                 SafetensorError) as error:  # fmt: skip
             raise ValueError(f"{found} holds a damaged learner: {error!r}") from error

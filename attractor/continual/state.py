@@ -1,6 +1,5 @@
 """What an OnlineLearner needs to go on, beside its model: tensors and JSON, and back."""
 
-import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,17 +12,30 @@ if TYPE_CHECKING:
     from attractor.continual.learner import OnlineLearner
 
 
-def state_of(learner: "OnlineLearner") -> tuple[dict[str, Tensor], dict[str, Any]]:
+def tensors_of(learner: "OnlineLearner") -> dict[str, Tensor]:
+    """The optimizer's moments and counts, and how patches are used; the tensors themselves."""
     habits = learner.allocator.habits
     tensors = {f"update.{key}": value for key, value in learner.update.state_dict().items()}
     tensors |= {f"usage.{number}": own.usage for number, own in habits.items()}
-    tensors |= {f"born.{number}": own.born for number, own in habits.items()}
-    return tensors, {
-        "config": learner.config.to_dict(), "totals": dataclasses.asdict(learner.totals),
-        "history": learner.history.tolist(), "source": learner.source, "notes": learner.notes,
-        "most": dict(learner.allocator.most),
-        "unfamiliar": {number: own.unfamiliar for number, own in habits.items()},
-        "allocated": {number: own.allocated for number, own in habits.items()},
+    return tensors | {f"born.{number}": own.born for number, own in habits.items()}
+
+
+def counters_of(learner: "OnlineLearner") -> dict[str, Any]:
+    """The rest that changes with what is learned, as JSON."""
+    habits = learner.allocator.habits
+    totals = {**vars(learner.totals), "surprise": list(learner.totals.surprise)}
+    return {
+        "totals": totals, "most": {str(number): most for number, most in learner.allocator.most.items()},
+        "unfamiliar": {str(number): own.unfamiliar for number, own in habits.items()},
+        "allocated": {str(number): own.allocated for number, own in habits.items()},
+    }  # fmt: skip
+
+
+def fields_of(learner: "OnlineLearner") -> dict[str, Any]:
+    """All of it that is not a tensor."""
+    return {
+        **counters_of(learner), "config": learner.config.to_dict(), "history": learner.history.tolist(),
+        "source": learner.source, "notes": learner.notes,
     }  # fmt: skip
 
 

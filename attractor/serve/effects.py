@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from attractor.continual import state as states
 from attractor.continual.guarded import Source
-from attractor.continual.state import restore, state_of
 from attractor.continual.update import Overwritten, Undo
 from attractor.layer import PATCH_ROLES, ROLES
 from attractor.model import GPT
@@ -32,20 +32,12 @@ MOST_BEHIND = 64
 def tensors_of(held: Source) -> dict[str, Tensor]:
     """Everything that makes this source what it is, by name; the tensors themselves, not copies."""
     tensors: dict[str, Tensor] = {f"{WEIGHTS}{name}": p for name, p in held.branch.parameters().items()}
-    return tensors | {f"state/{name}": value for name, value in state_of(held.learner)[0].items()}
+    return tensors | {f"state/{name}": value for name, value in states.tensors_of(held.learner).items()}
 
 
 def fields_of(held: Source) -> dict[str, Any]:
     """The rest of it: counters, as JSON."""
-    told = state_of(held.learner)[1]
-    kept = ("totals", "most", "unfamiliar", "allocated")
-    numbered = {name: told[name] if name == "totals" else _by_name(told[name]) for name in kept}
-    totals = {**told["totals"], "surprise": list(held.learner.totals.surprise)}
-    return {**numbered, "totals": totals, "tokens": held.tokens, "lessons": held.version}
-
-
-def _by_name(by_layer: Mapping[Any, Any]) -> dict[str, Any]:
-    return {str(number): value for number, value in by_layer.items()}
+    return {**states.counters_of(held.learner), "tokens": held.tokens, "lessons": held.version}
 
 
 @torch.no_grad()
@@ -62,7 +54,7 @@ def fill(held: Source, tensors: Mapping[str, Tensor], fields: Mapping[str, Any])
     own = {n.removeprefix("state/"): v for n, v in tensors.items() if n.startswith("state/")}
     if fields:
         state = {**fields, "history": [], "notes": {}, "source": None}
-        restore(held.learner, state, {name: value.clone() for name, value in own.items()})
+        states.restore(held.learner, state, {name: value.clone() for name, value in own.items()})
         held.tokens, held.version = fields["tokens"], fields["lessons"]
 
 
@@ -100,7 +92,7 @@ def change_of(before: Mapping[str, Tensor], live: Mapping[str, Tensor], undo: Un
         if isinstance(entry, Overwritten):
             found.setdefault(names[id(entry.target)], []).append(entry.rows)
     for name, parts in found.items():
-        rows = torch.cat([part.cpu() for part in parts]).unique()
+        rows = parts[0].cpu() if len(parts) == 1 else torch.cat([part.cpu() for part in parts]).unique()
         if name in change.whole or len(rows) == len(live[name]):
             change.whole.add(name)
         else:

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
+import torch
+
 from attractor.config import check_number, check_size
 from attractor.generate import check_settings
 from attractor.serve.desk import Desk
@@ -64,10 +66,18 @@ class Task:
 
 
 class Engine:
-    def __init__(self, publication: Publication, *, max_rows: int = 64, max_waiting: int = 256) -> None:
+    def __init__(
+        self,
+        publication: Publication,
+        *,
+        max_rows: int = 64,
+        max_waiting: int = 256,
+        threads: int | None = None,
+    ) -> None:
+        """`threads` are torch's, for the thread that writes (default: as many as torch takes)."""
         check_size("max_rows", max_rows)
         check_size("max_waiting", max_waiting)
-        self.max_rows, self.max_waiting = max_rows, max_waiting
+        self.max_rows, self.max_waiting, self.threads = max_rows, max_waiting, threads
         self.publication = publication
         self._changed = threading.Condition()  # guards the publication, what waits, and the figures
         self._waiting: deque[Task] = deque()
@@ -154,6 +164,8 @@ class Engine:
 
     def _run(self) -> None:
         finish: Finish = "error"
+        if self.threads is not None:
+            torch.set_num_threads(self.threads)  # of this thread alone
         try:
             while self._has_work():
                 self._turn()

@@ -138,7 +138,7 @@ class Journal:
             try:
                 self._files.write(self._handle, self._end.offset, payload.data)
                 if self.policy == "always":
-                    self._files.fsync(self._handle)
+                    self._files.sync_data(self._handle)
                     self._synced = end
                 self._end = end
             except BaseException as error:

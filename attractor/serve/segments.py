@@ -14,6 +14,7 @@ loss may take from bytes that something else has damaged.
 
 import hashlib
 import json
+import math
 import os
 import struct
 from collections import deque
@@ -24,8 +25,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load
 from torch import Tensor
 
 from attractor.serve.files import Files
@@ -46,6 +45,7 @@ DTYPES = {
     torch.bool: "BOOL", torch.complex64: "C64",
 }  # fmt: skip
 """By their names in safetensors."""
+NAMED = {name: dtype for dtype, name in DTYPES.items()}
 
 
 class JournalDamaged(ValueError):
@@ -89,22 +89,19 @@ class Entry:
     previous: bytes
     end: Place
     text: bytes
-    tensors: bytes
+    tensors: memoryview
 
     def record(self) -> Record:
         try:
             told = json.loads(self.text)
-            tensors = load(self.tensors) if self.tensors else {}
-            return Record(self.end.sequence, told["kind"], told["fields"], tensors)
-        except (LookupError, TypeError, ValueError, SafetensorError) as error:
+            return Record(self.end.sequence, told["kind"], told["fields"], _unpack(self.tensors))
+        except (LookupError, TypeError, ValueError, RuntimeError, struct.error) as error:
             raise ValueError(f"record {self.end.sequence} is whole but not one of ours: {error}") from error
 
     def outline(self) -> tuple[str, dict[str, Any], dict[str, tuple[str, list[int]]]]:
         """Kind, fields, and the types and shapes of its tensors, without their bytes."""
-        told, index = json.loads(self.text), {}
-        if self.tensors:
-            (size,) = struct.unpack_from("<Q", self.tensors)
-            index = json.loads(self.tensors[8 : 8 + size])
+        told = json.loads(self.text)
+        index, _ = _index_of(self.tensors)
         tensors = {name: (about["dtype"], about["shape"]) for name, about in index.items()}
         return told["kind"], told["fields"], tensors
 
@@ -182,6 +179,30 @@ def _index(tensors: Mapping[str, Tensor]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
+def _index_of(packed: memoryview) -> tuple[dict[str, Any], int]:
+    """Which tensor lies where, and where all of them begin."""
+    if not packed:
+        return {}, 0
+    (size,) = struct.unpack_from("<Q", packed)
+    return json.loads(bytes(packed[8 : 8 + size])), 8 + size
+
+
+def _unpack(packed: memoryview) -> dict[str, Tensor]:
+    """As safetensors' own `load`, but that copies with the interpreter locked, which stops every thread."""
+    index, start = _index_of(packed)
+    body = np.frombuffer(packed or b" ", np.uint8)[start:]  # numpy wants a byte
+    found = {}
+    for name, about in index.items():
+        first, last = about["data_offsets"]
+        flat = torch.empty(math.prod(about["shape"]), dtype=NAMED[about["dtype"]])
+        if last - first != flat.nbytes:
+            raise ValueError(f"{name} has {last - first} bytes for {about['shape']} of {about['dtype']}")
+        if len(flat):
+            flat.view(torch.uint8).numpy()[:] = body[first:last]
+        found[name] = flat.reshape(about["shape"])
+    return found
+
+
 def chained(mark: bytes, place: Place, durable: int, payload: Payload) -> Place:
     """Fill in what makes the payload the record that follows a place; the place behind it."""
     data, sequence = payload.data, place.sequence + 1
@@ -209,7 +230,7 @@ def entry_at(files: Files, handle: int, mark: bytes, offset: int, size: int) -> 
     digest = header[RECORD.size :]
     if _digest(header[: RECORD.size], payload) != digest:
         raise NotWhole("the checksum of a record is wrong")
-    text, tensors = payload[:text_size], payload[text_size:]
+    text, tensors = payload[:text_size], memoryview(payload)[text_size:]
     return Entry(offset, durable, previous, Place(end, sequence, digest), text, tensors)
 
 

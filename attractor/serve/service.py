@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self, cast
 
 import numpy as np
+import torch
 
 from attractor.config import JSONConfig, check_number, check_size
 from attractor.continual.guarded import GuardedLearner
@@ -46,13 +47,24 @@ class Limits(JSONConfig):
     """Lessons from one snapshot to the next: what a start has to read again, at most."""
     keep_snapshots: int = 8
     """Snapshots that are kept: how far back a rollback can go."""
+    learning_share: float = 0.4
+    """Of the time that lessons may take while texts are being written: they share the processor."""
     drain: float = 10.0
     """Seconds that texts under way have to end when the server does."""
 
     def __post_init__(self) -> None:
         for name in ("rows", "waiting", "lessons", "snapshot_every", "keep_snapshots"):
             check_size(name, getattr(self, name))
+        check_number("learning_share", self.learning_share, "0 < share <= 1", lambda s: 0 < s <= 1)
         check_number("drain", self.drain, "a number of seconds, 0 or more", lambda s: s >= 0)
+
+
+def share_of_cores() -> int:
+    """Half of what torch would use: the thread that writes texts and the one that learns work side by side.
+
+    torch keeps the number for each thread. Two that both take every core get in each other's way.
+    """
+    return max(1, torch.get_num_threads() // 2)
 
 
 class Service:
@@ -72,13 +84,18 @@ class Service:
         self._calls: queue.Queue[tuple[Callable[[], Any], Future[Any]] | None] = queue.Queue()
         self._lock = threading.Lock()
         self._count = 0  # calls that wait or are being carried out
-        self._closed = False
+        self._closed, self._ending = False, threading.Event()
         self._pace = 1.0  # seconds that a call took lately
         self._since_snapshot = 0
         self._failure: str | None = None  # of the last write
         self._snapshots: threading.Thread | None = None
         self.teacher = Teacher(learner, store, canaries, rules)
-        self.engine = Engine(self.teacher.publication, max_rows=limits.rows, max_waiting=limits.waiting)
+        self.engine = Engine(
+            self.teacher.publication,
+            max_rows=limits.rows,
+            max_waiting=limits.waiting,
+            threads=share_of_cores(),
+        )
         self.teacher.publish = self.engine.publish
         self._writer = threading.Thread(target=self._write, name="writer", daemon=True)
         self._writer.start()
@@ -176,6 +193,7 @@ class Service:
         return done.result()
 
     def _write(self) -> None:
+        torch.set_num_threads(share_of_cores())
         while (call := self._calls.get()) is not None:
             action, done = call
             started = time.monotonic()
@@ -193,6 +211,9 @@ class Service:
                 self._pace = 0.9 * self._pace + 0.1 * (time.monotonic() - started)
             if self._since_snapshot >= self.limits.snapshot_every:
                 self._begin_snapshot()
+            if self.engine.stats()["rows"]:  # readers first: whoever asked has the answer already
+                share = self.limits.learning_share
+                self._ending.wait((time.monotonic() - started) * (1 - share) / share)
 
     def _begin_snapshot(self) -> None:
         """In a thread of its own: it reads what is on the disk, and nobody waits for it."""
@@ -240,6 +261,7 @@ class Service:
             if self._closed:
                 return
             self._closed = True
+            self._ending.set()
             self._calls.put(None)
         self.engine.close(self.limits.drain)
         self._writer.join()
