@@ -9,8 +9,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -27,6 +28,7 @@ from attractor.serve.files import Files
 from attractor.serve.journal import SyncName
 from attractor.serve.monitoring import Monitor
 from attractor.serve.rules import SELF, Canaries, Rules, self_canary
+from attractor.serve.state import State
 from attractor.serve.store import Store
 from attractor.serve.teacher import Teacher, blank, identity
 
@@ -65,6 +67,15 @@ def share_of_cores() -> int:
     torch keeps the number for each thread. Two that both take every core get in each other's way.
     """
     return max(1, torch.get_num_threads() // 2)
+
+
+@contextmanager
+def no_snapshot_is_no_harm() -> Iterator[None]:
+    """The journal has everything: it only takes longer to start."""
+    try:
+        yield
+    except OSError as error:
+        log.warning("no snapshot could be written: %s", error)
 
 
 class Service:
@@ -216,17 +227,19 @@ class Service:
                 self._ending.wait((time.monotonic() - started) * (1 - share) / share)
 
     def _begin_snapshot(self) -> None:
-        """In a thread of its own: it reads what is on the disk, and nobody waits for it."""
-        if self._snapshots is None or not self._snapshots.is_alive():
-            self._since_snapshot = 0
-            self._snapshots = threading.Thread(target=self._snapshot, name="snapshot", daemon=True)
+        """A copy is made here, between two lessons; writing it takes a thread of its own, and its time."""
+        if self._snapshots is not None and self._snapshots.is_alive():
+            return
+        self._since_snapshot = 0
+        with no_snapshot_is_no_harm():
+            self.store.rotate()
+            state = self.teacher.state()
+            self._snapshots = threading.Thread(target=self._snapshot, args=(state, 0.2), daemon=True)
             self._snapshots.start()
 
-    def _snapshot(self) -> None:
-        try:
-            self.store.snapshot()
-        except OSError as error:  # the journal has everything: it only takes longer to start
-            log.warning("no snapshot could be written: %s", error)
+    def _snapshot(self, state: State, share: float = 1.0) -> None:
+        with no_snapshot_is_no_harm():
+            self.store.snapshot(state, share=share)
 
     # --- watching
 
@@ -267,7 +280,9 @@ class Service:
         self._writer.join()
         if self._snapshots is not None:
             self._snapshots.join()
-        self._snapshot()
+        with no_snapshot_is_no_harm():
+            self.store.rotate()
+            self.store.snapshot(self.teacher.state())
         self.store.close()
 
     def __enter__(self) -> Self:

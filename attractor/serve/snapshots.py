@@ -12,10 +12,11 @@ Its header names the journal and the record that it follows. It has its name onl
 """
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +35,8 @@ from attractor.serve.segments import (
     segment_name,
 )
 from attractor.serve.state import Shapes, SourceState, State, Tensors, check_tensors, shapes, write
+
+Item = TypeVar("Item")
 
 PIECE = 4 << 20
 """No call works on more bytes at once, and so none keeps other threads waiting (one row may be larger)."""
@@ -69,7 +72,17 @@ def header_of(files: Files, folder: Path, version: int) -> Header:
 # --- writing
 
 
-def save(files: Files, folder: Path, state: State, blank: Tensors) -> None:
+def paced(items: Iterable[Item], share: float) -> Iterator[Item]:
+    """The same with pauses: whoever works on them takes this share of the time, and others the rest."""
+    started = time.perf_counter()
+    for item in items:
+        yield item
+        if share < 1:
+            time.sleep((time.perf_counter() - started) * (1 - share) / share)
+            started = time.perf_counter()
+
+
+def save(files: Files, folder: Path, state: State, blank: Tensors, share: float = 1.0) -> None:
     """All or nothing. Afterwards it is durable."""
     header, path = header_of(files, folder, state.version), snapshot_path(folder, state.version)
     partial = path.with_name(PARTIAL + path.name)
@@ -78,7 +91,7 @@ def save(files: Files, folder: Path, state: State, blank: Tensors) -> None:
         try:
             files.write(handle, 0, header.to_bytes())
             place, synced = header.start, 0
-            for kind, fields, tensors in parts(state, blank):
+            for kind, fields, tensors in paced(parts(state, blank), share):
                 payload = encode(kind, fields, tensors)
                 start, place = place, chained(header.mark, place, 0, payload)
                 files.write(handle, start.offset, payload.data)

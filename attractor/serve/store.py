@@ -177,8 +177,11 @@ class Store:
 
     # --- reading
 
-    def state_at(self, version: int | None = None) -> State:
-        """From the newest snapshot that can be used and the journal; the state is the caller's own."""
+    def state_at(self, version: int | None = None, *, share: float = 1.0) -> State:
+        """From the newest snapshot that can be used and the journal; the state is the caller's own.
+
+        It takes this share of the time, at most.
+        """
         with self._planned(version) as (version, root, spans, noted):
             blank = self._blank()
             state = self._load(root, blank)
@@ -187,9 +190,9 @@ class Store:
                 state = State(noted, state.sources, notes.answers, notes.history)
             for after, upto in spans:
                 if upto <= noted:
-                    for record in self.journal.records(after, upto):
+                    for record in snapshots.paced(self.journal.records(after, upto), share):
                         self._change(state, record, blank)
-            for record in self.journal.records(noted, version):
+            for record in snapshots.paced(self.journal.records(noted, version), share):
                 if any(after < record.sequence <= upto for after, upto in spans):
                     self._change(state, record, blank)
                 note(state, record)
@@ -231,21 +234,29 @@ class Store:
 
     # --- snapshots
 
-    def snapshot(self) -> int | None:
+    def snapshot(self, state: State | None = None, *, share: float = 1.0) -> int | None:
         """Write the newest version whole, then let go of what is older than the snapshots to keep.
 
-        Returns its version, None where there is nothing new. After an OSError everything is as before, or
-        more is kept than needed.
+        Whoever has the state of a version in memory gives it, after a `rotate` with which a segment ended
+        there, and nothing has to be read again. It takes this share of the time, at most. Returns its
+        version, None where there is nothing new. After an OSError everything is as before, or more is kept
+        than needed.
         """
         with self._snapshotting:
-            if self.last == self._lineage.roots[-1]:
+            version = self.last if state is None else state.version
+            if version <= self._lineage.roots[-1]:
                 return None
-            version = self.journal.rotate()
-            snapshots.save(self._files, self.folder, self.state_at(version), self._blank())
+            if state is None:
+                state = self.state_at(self.journal.rotate(), share=share)
+            snapshots.save(self._files, self.folder, state, self._blank(), share)
             with self._lock:
-                self._lineage = self._lineage.with_roots({*self._lineage.roots, version})
+                self._lineage = self._lineage.with_roots({*self._lineage.roots, state.version})
             self._retain()
-            return version
+            return state.version
+
+    def rotate(self) -> None:
+        """The next commit begins a new segment: a snapshot of this version is where reading starts then."""
+        self.journal.rotate()
 
     def _retain(self) -> None:
         """Snapshots first: none is ever without the records that follow it."""

@@ -37,7 +37,7 @@ from attractor.serve.errors import Refused, Unavailable
 from attractor.serve.lanes import Publication
 from attractor.serve.rules import Canaries, Rules
 from attractor.serve.segments import Record
-from attractor.serve.state import State, note
+from attractor.serve.state import SourceState, State, note
 from attractor.serve.store import Store
 
 log = logging.getLogger("attractor")
@@ -208,6 +208,15 @@ class Teacher:
         return True
 
     # --- what is
+
+    def state(self) -> State:
+        """A copy of everything that is durable, for a snapshot."""
+        sources = {
+            name: SourceState({key: value.detach().cpu().clone() for key, value in tensors_of(held).items()},
+                              fields_of(held))
+            for name, held in self.sources.items()
+        }  # fmt: skip
+        return State(self.version, sources, dict(self.kept.answers), list(self.kept.history))
 
     def _tell(self) -> None:
         """Figures for whoever watches, from any thread: they are replaced, never changed."""
