@@ -7,7 +7,7 @@ READY_TO_TEST := .venv/.ready-to-test
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types pytest clean
+.PHONY: help demo test lint types pytest soak clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -27,6 +27,9 @@ types: $(READY_TO_TEST)  ## mypy
 
 pytest: $(READY_TO_TEST)  ## the tests alone, on two cores
 	@$(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+soak: $(READY_TO_TEST)  ## what a server promises: kill -9, pauses, throughput, 64 clients (a quarter of an hour)
+	@$(BIN)/python benchmarks/soak.py --result results/soak.json
 
 clean:  ## remove .venv and every cache
 	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
