@@ -18,7 +18,7 @@ from attractor.tokenizer import ByteTokenizer
 
 FOX = "the quick brown fox jumps over the lazy dog. "
 LAW = "whoever breaks this law shall be punished by it; "
-QUICK = Rules(canary_tokens=32, canary_rise=0.1)
+QUICK = Rules(canary_tokens=32)
 
 
 def model() -> GPT:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from served import FOX, LAW, QUICK, hashes, learner, serve
 
 from attractor.continual.config import GuardConfig, LearnConfig, UpdateConfig
+from attractor.continual.guard import Guard
 from attractor.continual.guarded import GuardedLearner
 from attractor.serve import journal
 from attractor.serve.effects import tensors_of
@@ -171,8 +172,14 @@ def test_a_path_that_drifts_is_refused_and_nothing_changes(tmp_path: Path) -> No
         assert before[1] > 0
 
 
-def test_readers_do_not_lose_a_canary(tmp_path: Path) -> None:
-    """Without a guard worth its name (a prior of almost nothing for the base) the canary decides."""
+def broken_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guard that says it costs nothing, while almost all of its prior is for others than the base."""
+    monkeypatch.setattr(Guard, "bound", lambda self, tokens, path="base": 0.0)
+
+
+def test_readers_do_not_lose_a_canary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Should the guard not keep its promise, the canary decides."""
+    broken_promise(monkeypatch)
     rules = Rules(canary_tokens=32, drift=None, canary_rise=0.001)
     held = learner(prior=1e-6)
     with Service.open(held, tmp_path, rules=rules, limits=Limits(drain=0.5)) as service:
@@ -181,7 +188,8 @@ def test_readers_do_not_lose_a_canary(tmp_path: Path) -> None:
         assert "canary 'self' would be at" in str(refused)
 
 
-def test_an_audit_reads_whole_canaries_and_goes_back(tmp_path: Path) -> None:
+def test_an_audit_reads_whole_canaries_and_goes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken_promise(monkeypatch)
     base = learner(prior=1e-6)
     # the part that every lesson is judged by is easy to keep: the fox itself; the rest is not
     canary = np.frombuffer((FOX * 4)[:33].encode() + bytes(range(200, 250)) * 4, np.uint8).astype(np.int64)

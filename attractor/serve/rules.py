@@ -2,8 +2,9 @@
 
 A canary is a text that must not suffer. After a lesson was tried on the weights, and before anybody else can
 see it, every canary is predicted twice: by the mixture that readers get, and by the path that learned, alone.
-The first may be no worse than under the base by more than `canary_rise`; the second by no more nats per token
-than the `drift` that a path may have in all. The base is the anchor: small steps add up to the same limit.
+The first may be no worse than under the base by more than the guard's bound and `canary_rise`; the second by
+no more nats per token than the `drift` that a path may have in all. The base is the anchor: small steps add
+up to the same limit.
 """
 
 from collections.abc import Mapping
@@ -27,7 +28,7 @@ SELF = "self"
 @dataclass(frozen=True, kw_only=True)
 class Rules(JSONConfig):
     canary_rise: float = 0.01
-    """The most that a canary's perplexity may rise over the base's for readers, as a share."""
+    """Share by which a canary's perplexity may rise for readers, beyond what the guard's bound allows."""
     drift: float | None = 2.0
     """Nats per token that a path alone may lose on a canary, over all of its lessons."""
     canary_tokens: int = 512
@@ -78,17 +79,16 @@ class Canaries:
         for name, tokens in texts.items():
             told: dict[str, float] = {"base": perplexity(anchor[name])}
             if guard is not None:
+                costs = guard.bound(len(tokens) - 1) / (len(tokens) - 1)
+                told["most"] = (1 + self.rules.canary_rise) * perplexity(anchor[name] + costs)
                 told["perplexity"] = perplexity(evaluate(cast(GPT, guard), tokens))
             if path is not None:
                 told["drift"] = evaluate(path, tokens) - anchor[name]
             figures[name] = told
         for name, told in figures.items():
-            limit = (1 + self.rules.canary_rise) * told["base"]
-            if not told.get("perplexity", 0.0) <= limit:  # NaN is refused too
-                raise Refused(
-                    f"canary {name!r} would be at {told['perplexity']:.4g}; {limit:.4g} is the most",
-                    figures,
-                )
+            if not told.get("perplexity", 0.0) <= told.get("most", 0.0):  # NaN is refused too
+                reached, most = told["perplexity"], told["most"]
+                raise Refused(f"canary {name!r} would be at {reached:.5g}; {most:.5g} is the most", figures)
             if self.rules.drift is not None and not told.get("drift", 0.0) <= self.rules.drift:
                 raise Refused(
                     f"the path would be {told['drift']:.3g} nats per token worse than the base on canary "
