@@ -435,6 +435,19 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         Service.open(other, tmp_path)
 
 
+def test_watchers_see_after_a_restart_what_they_saw_before(tmp_path: Path) -> None:
+    seen = []
+    for _ in range(2):
+        with serve(tmp_path) as service:
+            if not seen:
+                service.learn([FOX], "fox")
+                service.learn([LAW], "law")
+            seen.append(service.monitor())
+    assert seen[0]["progressive"] == seen[1]["progressive"]
+    assert seen[0]["overlays"] == seen[1]["overlays"]
+    assert seen[0]["drift"] == seen[1]["drift"]
+
+
 def test_what_watchers_see(tmp_path: Path) -> None:
     from pydantic import TypeAdapter
 
@@ -451,4 +464,4 @@ def test_what_watchers_see(tmp_path: Path) -> None:
         rows = service.teacher.sources["fox"].branch.overlay().rows
         assert told["overlays"]["fox"]["bytes"] == sum(values.nbytes for _, values in rows.values())
         assert told["journal"]["last"] == 1
-        assert told["canaries"]["self"][0]["version"] == 1
+        assert [seen["version"] for seen in told["canaries"]["self"]] == [0, 1]

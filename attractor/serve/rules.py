@@ -72,8 +72,8 @@ class Canaries:
             for size, kept in (("part", self.part), ("whole", self.whole))
         }
 
-    def judge(self, guard: Guard | None, path: GPT | None, *, whole: bool = False) -> dict[str, Any]:
-        """Perplexities and drifts of every canary; Refused if one is not kept."""
+    def measure(self, guard: Guard | None, path: GPT | None, *, whole: bool = False) -> dict[str, Any]:
+        """For every canary: its perplexity under the guard and the most it may be, and the path's drift."""
         texts, anchor = (self.whole, self.anchor["whole"]) if whole else (self.part, self.anchor["part"])
         figures: dict[str, Any] = {}
         for name, tokens in texts.items():
@@ -85,6 +85,11 @@ class Canaries:
             if path is not None:
                 told["drift"] = evaluate(path, tokens) - anchor[name]
             figures[name] = told
+        return figures
+
+    def judge(self, guard: Guard | None, path: GPT | None, *, whole: bool = False) -> dict[str, Any]:
+        """The same; Refused if a canary is not kept."""
+        figures = self.measure(guard, path, whole=whole)
         for name, told in figures.items():
             if not told.get("perplexity", 0.0) <= told.get("most", 0.0):  # NaN is refused too
                 reached, most = told["perplexity"], told["most"]

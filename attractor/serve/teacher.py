@@ -88,7 +88,12 @@ class Teacher:
         }
         self.audited = store.oldest  # the newest version whose whole canaries are known to be well
         self.since_audit = 0
-        self._take(store.state_at())
+        self.kept = (
+            store.state_at()
+        )  # what was answered, and history; the sources of it live here from now on
+        self._become(self._live(self.kept), self.kept.history)
+        self.kept.sources = {}
+        self._recall()
         self._publish(store.last)
 
     @property
@@ -153,9 +158,8 @@ class Teacher:
         fields |= {"tokens": held.tokens + seen.tokens, "lessons": held.version + 1}
         told = {"source": source, "key": key, "answer": answer, "fields": fields, "at": now()}
         self._commit("lesson", told, tensors)
-        for name, part in figures.items():
-            self.watched[name].append({"version": version, "perplexity": part["perplexity"]})
-        self.drifts[source] = max((part["drift"] for part in figures.values()), default=0.0)
+        self._watch(version, figures)
+        self.drifts[source] = worst_drift(figures)
         return answer, change, version
 
     def rollback(self, version: int, key: str | None = None) -> dict[str, Any]:
@@ -167,9 +171,10 @@ class Teacher:
                 f"version {version} is not kept: there are {self.store.oldest} to {self.store.last}"
             )
         state = self.store.state_at(version)
+        sources = self._live(state)
         answer = {"version": self.store.last + 1, "to": version}
         self._commit("rollback", {"to": version, "key": key, "answer": answer, "at": now()})
-        self._take(state, everything=False)
+        self._become(sources, state.history)
         self._publish(answer["version"])
         return {**answer, "repeated": False}
 
@@ -292,20 +297,35 @@ class Teacher:
             ) from error
         note(self.kept, Record(version, kind, fields, {}))
 
-    def _take(self, state: State, *, everything: bool = True) -> None:
-        """Become a state of the store. Answers and history only ever grow: a rollback keeps them."""
+    def _live(self, state: State) -> dict[str, Source]:
+        """The sources of a state of the store, as they live here."""
         sources = {}
         for name, kept in state.sources.items():
-            held = self.learner.new_source()
-            fill(held, kept.tensors, kept.fields)
-            sources[name] = held
-        frames = {name: Frames(held) for name, held in sources.items()}
-        self.sources, self.frames, self.drifts = sources, frames, {}
-        self.changed = dict.fromkeys(sources, state.version)
+            sources[name] = self.learner.new_source()
+            fill(sources[name], kept.tensors, kept.fields)
+        return sources
+
+    def _become(self, sources: dict[str, Source], history: list[dict[str, Any]]) -> None:
+        self.sources = sources
+        self.frames = {name: Frames(held) for name, held in sources.items()}
         self.touched = {name: Touched.of(held) for name, held in sources.items()}
-        if everything:
-            self.kept = state
-            state.sources = {}  # they live here now
+        taught = {line["source"]: line["version"] for line in history if line["kind"] == "lesson"}
+        self.changed = {name: taught.get(name, 0) for name in sources}
+        self.drifts = {
+            name: worst_drift(self.canaries.measure(None, held.branch.model))
+            for name, held in sources.items()
+        }
+
+    def _recall(self) -> None:
+        """What watchers saw before the server was stopped, as far as the store knows it."""
+        for line in self.kept.history:
+            if line["kind"] == "lesson":
+                self.progressive.append({name: line.get(name) for name in ("version", "loss", "source")})
+        self._watch(self.store.last, self.canaries.measure(self._guard(), None))
+
+    def _watch(self, version: int, figures: dict[str, Any]) -> None:
+        for name, told in figures.items():
+            self.watched[name].append({"version": version, "perplexity": told["perplexity"]})
 
     def _show(self, source: str, change: Change, version: int) -> None:
         if source in self.frames:
@@ -322,6 +342,10 @@ class Teacher:
             own.newest.users.add(self.publication)
         self._tell()
         self.publish(self.publication)
+
+
+def worst_drift(figures: dict[str, Any]) -> float:
+    return max(told["drift"] for told in figures.values())
 
 
 def now() -> str:
