@@ -493,13 +493,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all")
     parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--points", type=int, default=3, help="times that it dies at each named point")
     parser.add_argument("--result", type=Path)
     options = parser.parse_args()
     found: dict[str, Any] = {}
     for name in options.parts or PARTS:
         print(f"{name} ...", file=sys.stderr)
         try:
-            found[name] = kills(options.kills) if name == "kills" else PARTS[name]()
+            found[name] = kills(options.kills, options.points) if name == "kills" else PARTS[name]()
         except Busy as busy:
             raise SystemExit(f"{name}: {busy}") from busy
         print(json.dumps(found[name]))

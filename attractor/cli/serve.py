@@ -79,7 +79,7 @@ class Serve:
         logging.getLogger("attractor.audit").setLevel(logging.INFO)
         with Service.open(
             learner, data, name=self.name or folder.name, canaries=self._canaries(learner), rules=self.rules,
-            limits=self.limits, sync=self.sync, learning=self.learn,
+            limits=self.limits, sync=self.sync, learning=self.learn, stop_tokens=self._ends(learner),
         ) as service:  # fmt: skip
             if service.store.recovered:
                 print(f"the journal ended in the middle of a record: {service.store.recovered}")
@@ -130,6 +130,13 @@ class Serve:
                     for source in self.canary}  # fmt: skip
         found = None if self._is_retrofit() else validation_text(self.run_folder)
         return {} if found is None else {"validation": found[:most]}
+
+    def _ends(self, learner: GuardedLearner) -> list[int]:
+        """The tokens with which a pretrained model ends a text."""
+        if not self._is_retrofit():
+            return []
+        ends = cast(Any, learner.base).base.generation_config.eos_token_id
+        return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
     def _is_retrofit(self) -> bool:
         return (self.run_folder / "adapter" / "adapter_config.json").is_file()

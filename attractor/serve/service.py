@@ -9,7 +9,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -83,9 +83,10 @@ class Service:
 
     def __init__(
         self, learner: GuardedLearner, store: Store, name: str, canaries: Canaries, rules: Rules,
-        limits: Limits, learning: bool,
+        limits: Limits, learning: bool, stop_tokens: frozenset[int],
     ) -> None:  # fmt: skip
         """Use `open`."""
+        self.stop_tokens = stop_tokens
         assert learner.tokenizer is not None, "checked when it was opened"
         self.name, self.tokenizer = name, learner.tokenizer
         self.context, self.vocab_size = learner.base.config.context, learner.base.config.vocab_size
@@ -123,9 +124,13 @@ class Service:
         limits: Limits | None = None,
         sync: SyncName = "always",
         learning: bool = True,
+        stop_tokens: Iterable[int] = (),
         files: Files | None = None,
     ) -> Self:
-        """Serve a learner without overlays; what it learns is kept in the folder `data`."""
+        """Serve a learner without overlays; what it learns is kept in the folder `data`.
+
+        Texts that come over HTTP end with any of `stop_tokens`.
+        """
         rules, limits = rules or Rules(), limits or Limits()
         if learner.tokenizer is None:
             raise ValueError("texts come in and go out: the model needs a tokenizer")
@@ -141,7 +146,7 @@ class Service:
             keep_snapshots=limits.keep_snapshots, files=files,
         )  # fmt: skip
         try:
-            return cls(learner, store, name, watch, rules, limits, learning)
+            return cls(learner, store, name, watch, rules, limits, learning, frozenset(stop_tokens))
         except BaseException:
             store.close()
             raise

@@ -1,0 +1,37 @@
+"""The short form of `make soak`: what must hold holds; how long things take is not asked here."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+PLACE = Path(__file__).parent.parent / "benchmarks" / "soak.py"
+spec = importlib.util.spec_from_file_location("soak", PLACE)
+assert spec is not None
+assert spec.loader is not None
+soak = importlib.util.module_from_spec(spec)
+sys.modules["soak"] = soak
+spec.loader.exec_module(soak)
+
+
+def test_kills_lose_nothing() -> None:
+    command = [sys.executable, str(PLACE), "kills", "--kills", "5", "--points", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[0])
+    wrong = {name: found[name] for name in ("lost", "twice", "unasked", "differs_from_oracle")}
+    assert wrong == dict.fromkeys(wrong, 0)
+    assert found["opened"] > 5
+    assert found["acknowledged"] > 0
+
+
+def test_a_rollback_of_many_lessons_is_exact() -> None:
+    assert soak.rollback(lessons=60)["bit_exact"]
+
+
+def test_many_clients_see_no_mixed_versions() -> None:
+    found = soak.clients(seconds=2.0, count=16)
+    assert found["errors"] == found["mixed"] == 0
+    assert found["texts"] > 0
+    assert found["lessons"] > 0
