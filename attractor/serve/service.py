@@ -74,7 +74,7 @@ def no_snapshot_is_no_harm() -> Iterator[None]:
     """The journal has everything: it only takes longer to start."""
     try:
         yield
-    except OSError as error:
+    except Exception as error:  # none of them may end the writer, or keep the folder open
         log.warning("no snapshot could be written: %s", error)
 
 
@@ -175,6 +175,8 @@ class Service:
             return False, "closing"
         if not self._writer.is_alive():
             return False, "the writer has stopped"
+        if not self.engine.is_alive:
+            return False, "the engine has stopped"
         return True, "learning is not possible now" if self._failure else "ready"
 
     # --- changing
@@ -230,6 +232,8 @@ class Service:
         """A copy is made here, between two lessons; writing it takes a thread of its own, and its time."""
         if self._snapshots is not None and self._snapshots.is_alive():
             return
+        if not self.teacher.is_current:
+            return
         self._since_snapshot = 0
         with no_snapshot_is_no_harm():
             self.store.rotate()
@@ -282,7 +286,7 @@ class Service:
             self._snapshots.join()
         with no_snapshot_is_no_harm():
             self.store.rotate()
-            self.store.snapshot(self.teacher.state())
+            self.store.snapshot(self.teacher.state() if self.teacher.is_current else None)
         self.store.close()
 
     def __enter__(self) -> Self:

@@ -36,7 +36,7 @@ from attractor.serve.effects import (
 from attractor.serve.errors import Refused, Unavailable
 from attractor.serve.lanes import Publication
 from attractor.serve.rules import Canaries, Rules
-from attractor.serve.segments import Record
+from attractor.serve.segments import JournalDamaged, Record
 from attractor.serve.state import SourceState, State, note
 from attractor.serve.store import Store
 
@@ -86,20 +86,31 @@ class Teacher:
         self.watched: dict[str, deque[dict[str, Any]]] = {
             name: deque(maxlen=RECENT) for name in canaries.whole
         }
-        self.audited = store.oldest  # the newest version whose whole canaries are known to be well
+        state = store.state_at()
+        self._take(self._built(state))
+        self.kept = state
+        state.sources = {}  # they live here now
+        # where an audit goes back to; never before what somebody took back: it would be there again
+        taken_back = (line["version"] for line in self.kept.history if line["kind"] != "lesson")
+        self.audited = max(store.oldest, *taken_back, 0)
         self.since_audit = 0
-        self._take(store.state_at())
         self._publish(store.last)
+        self._audit_what_was_there()
 
     @property
     def version(self) -> int:
         return self.publication.version
 
+    @property
+    def is_current(self) -> bool:
+        """Readers have the newest version; if not, showing it failed after it was durable."""
+        return self.version == self.store.last
+
     # --- what changes
 
     def learn(self, texts: list[str], source: str, key: str | None = None) -> dict[str, Any]:
         """Learn from texts, each without the context of the others: one lesson, whole or not at all."""
-        if (known := self._known(key)) is not None:
+        if (known := self._known(key, "taught")) is not None:
             return known
         tokens = self._tokens(texts)
         self._check_quota(source, sum(map(len, tokens)))
@@ -160,22 +171,27 @@ class Teacher:
 
     def rollback(self, version: int, key: str | None = None) -> dict[str, Any]:
         """Everything as it was at a version, to the bit. What came after it stays in the journal."""
-        if (known := self._known(key)) is not None:
+        if (known := self._known(key, "to", to=version)) is not None:
             return known
         if not self.store.oldest <= version <= self.store.last:
             raise ValueError(
                 f"version {version} is not kept: there are {self.store.oldest} to {self.store.last}"
             )
-        state = self.store.state_at(version)
+        try:
+            built = self._built(self.store.state_at(version))
+        except (OSError, JournalDamaged) as error:
+            log.error("version %d cannot be read: %s", version, error)
+            raise Unavailable(f"nothing was changed, because version {version} cannot be read") from error
         answer = {"version": self.store.last + 1, "to": version}
         self._commit("rollback", {"to": version, "key": key, "answer": answer, "at": now()})
-        self._take(state, everything=False)
+        self._take(built)
+        self.audited = answer["version"]
         self._publish(answer["version"])
         return {**answer, "repeated": False}
 
     def forget(self, source: str, key: str | None = None) -> dict[str, Any]:
         """Take away all that a source taught; exact, because nothing else wrote there."""
-        if (known := self._known(key)) is not None:
+        if (known := self._known(key, "lessons", source=source)) is not None:
             return known
         if source not in self.sources:
             raise LookupError(f"nothing is kept for {source!r}; sources: {sorted(self.sources)}")
@@ -187,25 +203,44 @@ class Teacher:
         for kept in (self.sources, self.frames, self.touched, self.changed):
             del kept[source]
         self.drifts.pop(source, None)
+        self.audited = answer["version"]
         self._publish(answer["version"])
         return {**answer, "repeated": False}
 
     def audit(self) -> bool:
-        """Read whole canaries; where one fell, go back to the last version that was well."""
+        """Read whole canaries; where one fell, go back to the last version that was well.
+
+        Whatever fails here has to wait: the lesson before is durable, and its teacher is not told otherwise.
+        """
         self.since_audit = 0
+        try:
+            refused = self._refusal()
+            if refused is None:
+                self.audited = self.version
+                return True
+            good = max(self.audited, self.store.oldest)
+            log.warning("version %d fails its audit (%s): back to %d", self.version, refused, good)
+            self.rollback(good)
+        except Exception as error:
+            log.warning("an audit has to wait: %s", error)
+            self.since_audit = self.rules.audit_every
+        return False
+
+    def _refusal(self) -> Refused | None:
+        """Why the whole canaries are not well, if they are not."""
         try:
             self.canaries.judge(self._guard(), None, whole=True)
         except Refused as refused:
-            good = max(self.audited, self.store.oldest)
-            log.warning("version %d fails its audit (%s): back to %d", self.version, refused, good)
-            try:
-                self.rollback(good)
-            except Unavailable as error:  # the lesson itself is durable: its teacher is not told otherwise
-                log.warning("that has to wait: %s", error)
-                self.since_audit = self.rules.audit_every
-            return False
-        self.audited = self.version
-        return True
+            return refused
+        return None
+
+    def _audit_what_was_there(self) -> None:
+        """At a start nobody knows how many lessons came since the last audit."""
+        if self.sources and (refused := self._refusal()) is not None:
+            log.warning("version %d fails its audit (%s): the next lesson ends that", self.version, refused)
+            self.since_audit = self.rules.audit_every
+        else:
+            self.audited = self.version
 
     # --- what is
 
@@ -246,11 +281,14 @@ class Teacher:
 
     # --- inside
 
-    def _known(self, key: str | None) -> dict[str, Any] | None:
-        """The answer that was given to this key before."""
+    def _known(self, key: str | None, part: str, **same: Any) -> dict[str, Any] | None:
+        """The answer that was given to this key before. Answers of this kind, and no others, have the part."""
         if key is None or key not in self.kept.answers:
             return None
-        return {**self.kept.answers[key], "repeated": True}
+        answer = self.kept.answers[key]
+        if part not in answer or not same.items() <= answer.items():
+            raise ValueError(f"the key {key!r} was given with something else before: take a new one")
+        return {**answer, "repeated": True}
 
     def _tokens(self, texts: list[str]) -> list[np.ndarray]:
         if not texts:
@@ -284,6 +322,10 @@ class Teacher:
         return guard.to(self.learner.device).eval()
 
     def _commit(self, kind: str, fields: dict[str, Any], tensors: dict[str, Any] | None = None) -> None:
+        if not self.is_current:
+            raise Unavailable(
+                "nothing was changed: a version is durable and not shown; start the server again"
+            )
         try:
             version = self.store.commit(kind, fields, tensors)
         except OSError as error:
@@ -292,20 +334,21 @@ class Teacher:
             ) from error
         note(self.kept, Record(version, kind, fields, {}))
 
-    def _take(self, state: State, *, everything: bool = True) -> None:
-        """Become a state of the store. Answers and history only ever grow: a rollback keeps them."""
+    def _built(self, state: State) -> tuple[dict[str, Source], dict[str, Frames], int]:
+        """Live sources of a state, and what readers get of them; nothing of ours changes yet."""
         sources = {}
         for name, kept in state.sources.items():
             held = self.learner.new_source()
             fill(held, kept.tensors, kept.fields)
             sources[name] = held
-        frames = {name: Frames(held) for name, held in sources.items()}
-        self.sources, self.frames, self.drifts = sources, frames, {}
-        self.changed = dict.fromkeys(sources, state.version)
-        self.touched = {name: Touched.of(held) for name, held in sources.items()}
-        if everything:
-            self.kept = state
-            state.sources = {}  # they live here now
+        return sources, {name: Frames(held) for name, held in sources.items()}, state.version
+
+    def _take(self, built: tuple[dict[str, Source], dict[str, Frames], int]) -> None:
+        """Become what was built. Answers and history only ever grow: a rollback keeps them."""
+        self.sources, self.frames, version = built
+        self.drifts = {}
+        self.changed = dict.fromkeys(self.sources, version)
+        self.touched = {name: Touched.of(held) for name, held in self.sources.items()}
 
     def _show(self, source: str, change: Change, version: int) -> None:
         if source in self.frames:
