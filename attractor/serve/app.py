@@ -4,6 +4,8 @@ app = create_app(service, ServeSettings(keys="keys.json"))
 uvicorn.Server(uvicorn_config(app, settings)).run()
 """
 
+import math
+
 import uvicorn
 from fastapi import FastAPI
 from starlette.routing import BaseRoute
@@ -45,10 +47,13 @@ def _name(route: BaseRoute) -> str:
     return str(getattr(route, "path", route))
 
 
-def uvicorn_config(app: FastAPI, settings: ServeSettings) -> uvicorn.Config:
-    """With limits on headers, no trust in headers that a proxy would set, and no log of what was asked."""
+def uvicorn_config(app: FastAPI, settings: ServeSettings, drain: float = 10.0) -> uvicorn.Config:
+    """With limits on headers, no trust in headers that a proxy would set, and no log of what was asked.
+
+    Requests under way have `drain` seconds to end when the server does.
+    """
     return uvicorn.Config(
         app, host=settings.host, port=settings.port, http="h11", h11_max_incomplete_event_size=32 << 10,
         proxy_headers=False, server_header=False, access_log=False, log_level="warning", ws="none",
-        timeout_keep_alive=30, timeout_graceful_shutdown=60,
+        timeout_keep_alive=30, timeout_graceful_shutdown=max(1, math.ceil(drain)),
     )  # fmt: skip

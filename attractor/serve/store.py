@@ -344,7 +344,8 @@ def verify(folder: str | Path, *, files: Files | None = None) -> StoreReport:
     folder, files = Path(folder).absolute(), files or Files()
     journal = journals.verify(folder / "journal", files=files)
     found: dict[int, ValueError | None] = {}
-    for version in snapshots.versions(files, folder):
+    is_begun = "snapshots" in files.names(folder)  # it is made after the journal
+    for version in snapshots.versions(files, folder) if is_begun else ():
         found[version] = None
         try:
             for entry in snapshots.entries(files, folder, version):

@@ -282,7 +282,7 @@ class Teacher:
     # --- inside
 
     def _known(self, key: str | None, part: str, **same: Any) -> dict[str, Any] | None:
-        """The answer that was given to this key before. Answers of this kind, and no others, have the part."""
+        """The answer that was given to this key before; only answers of its kind have this part."""
         if key is None or key not in self.kept.answers:
             return None
         answer = self.kept.answers[key]
@@ -323,9 +323,7 @@ class Teacher:
 
     def _commit(self, kind: str, fields: dict[str, Any], tensors: dict[str, Any] | None = None) -> None:
         if not self.is_current:
-            raise Unavailable(
-                "nothing was changed: a version is durable and not shown; start the server again"
-            )
+            raise Unavailable("a version is durable and could not be shown: start the server again")
         try:
             version = self.store.commit(kind, fields, tensors)
         except OSError as error:
