@@ -13,7 +13,7 @@ import threading
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -344,8 +344,10 @@ def verify(folder: str | Path, *, files: Files | None = None) -> StoreReport:
     folder, files = Path(folder).absolute(), files or Files()
     journal = journals.verify(folder / "journal", files=files)
     found: dict[int, ValueError | None] = {}
-    is_begun = "snapshots" in files.names(folder)  # it is made after the journal
-    for version in snapshots.versions(files, folder) if is_begun else ():
+    versions: list[int] = []
+    with suppress(FileNotFoundError):  # who made the journal was killed before it made the other folder
+        versions = snapshots.versions(files, folder)
+    for version in versions:
         found[version] = None
         try:
             for entry in snapshots.entries(files, folder, version):
