@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,12 +39,16 @@ def free_port() -> int:
 
 
 def ask(port: int, path: str, **body: object) -> bytes:
+    with opened(port, path, **body) as reply:
+        return bytes(reply.read())
+
+
+def opened(port: int, path: str, **body: object) -> Any:
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}{path}", json.dumps(body).encode() if body else None,
         {"Content-Type": "application/json"},
     )  # fmt: skip
-    with urllib.request.urlopen(request) as reply:
-        return bytes(reply.read())
+    return urllib.request.urlopen(request, timeout=60)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -54,15 +59,22 @@ def test_a_signal_ends_it_with_a_snapshot(run: Path, tmp_path: Path, number: sig
         "--port", str(port), "--limits.drain", "1", "--device", "cpu",
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as process:
         try:
             wait_for(port, process)
             ask(port, "/v1/learn", text="to be or not to be", source="play")
+            form = {"model": "run", "prompt": "to", "max_tokens": 4096, "stream": True}
+            texts = [opened(port, "/v1/completions", **form) for _ in range(8)]
             process.send_signal(number)
+            ends = [text.read().decode().rstrip().splitlines()[-1] for text in texts]
             told = process.communicate(timeout=60)[0]
         finally:
             process.kill()
     assert process.returncode == 0
+    assert ends == ["data: [DONE]"] * 8
+    assert "Traceback" not in told
     assert f"version 1 is in {data}" in told
     assert [path.name for path in (data / "snapshots").iterdir()] == [f"{1:020d}"]
 

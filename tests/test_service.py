@@ -572,3 +572,37 @@ def test_an_engine_that_ended_is_not_ready(tmp_path: Path) -> None:
     with serve(tmp_path) as service:
         service.engine.close(0.0)
         assert service.ready() == (False, "the engine has stopped")
+
+
+def test_closing_finishes_what_was_begun_and_no_more(tmp_path: Path) -> None:
+    service = serve(tmp_path)
+    hold, began = threading.Event(), threading.Event()
+    answers: list[object] = []
+
+    def slow() -> dict[str, object]:
+        began.set()
+        hold.wait()
+        return {"repeated": True}
+
+    def ask(action) -> None:  # type: ignore[no-untyped-def]
+        try:
+            answers.append(action())
+        except Unavailable as error:
+            answers.append(str(error))
+
+    threads = [threading.Thread(target=ask, args=(lambda: service._call(slow),))]
+    threads[0].start()
+    began.wait()
+    threads.append(threading.Thread(target=ask, args=(lambda: service.learn([FOX], "fox"),)))
+    threads[1].start()
+    while service.monitor()["queue"]["learning"] < 2:
+        pass
+    threads.append(threading.Thread(target=service.close))
+    threads[2].start()
+    while not service._closed:
+        pass
+    hold.set()
+    for thread in threads:
+        thread.join()
+    assert answers == [{"repeated": True}, "the server is closing"]
+    assert service.version == 0

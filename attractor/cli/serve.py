@@ -81,9 +81,7 @@ class Serve:
 
     def run(self) -> int:
         try:
-            import uvicorn
-
-            from attractor.serve.app import create_app, uvicorn_config
+            from attractor.serve.app import Server, create_app, uvicorn_config
             from attractor.serve.settings import ServeSettings
         except ImportError as error:
             raise ValueError(EXTRA.format(error)) from error
@@ -97,14 +95,13 @@ class Serve:
             limits=self.limits, sync=self.sync, learning=self.learn,
         ) as service:  # fmt: skip
             app = create_app(service, settings)
-            server = uvicorn.Server(uvicorn_config(app, settings, self.limits.drain))
+            server = Server(uvicorn_config(app, settings, self.limits.drain + 30), service)
             if service.store.recovered:
                 print(f"the journal ended in the middle of a record: {service.store.recovered}")
             print(f"{service.name}, version {service.version}, paths: {', '.join(service.paths())}")
             print(f"http://{self.host}:{self.port}/ is the dashboard, /v1 the API. Ctrl-C ends politely.")
             with no_signal_twice():
                 server.run()
-            print("finishing what was begun, and writing a snapshot")
         print(f"version {service.version} is in {data}")
         return 0
 
@@ -143,6 +140,8 @@ class Serve:
     def _canaries(self, learner: GuardedLearner) -> dict[str, np.ndarray]:
         most = 64 * learner.base.config.context
         assert learner.tokenizer is not None, "a run has one"
+        if len({Path(source).stem for source in self.canary}) < len(self.canary):
+            raise ValueError(f"two canaries of one name: {', '.join(self.canary)}; rename one")
         if self.canary:
             return {Path(source).stem: learner.tokenizer.encode(read_text(source))[:most]
                     for source in self.canary}  # fmt: skip

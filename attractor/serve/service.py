@@ -211,6 +211,8 @@ class Service:
             action, done = call
             started = time.monotonic()
             try:
+                if self._closed:
+                    raise Unavailable("the server is closing")
                 answer = action()
             except BaseException as error:
                 self._failure = str(error) if isinstance(error, Unavailable) else None
@@ -273,7 +275,7 @@ class Service:
     # --- ending
 
     def close(self) -> None:
-        """Finish what was begun, write a snapshot, let others open the folder."""
+        """Finish what was begun, write a snapshot, let others open the folder. What waits is Unavailable."""
         with self._lock:
             if self._closed:
                 return
