@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from served import FOX, serve
 
 from attractor import cli
 
@@ -107,3 +108,13 @@ def test_verify_takes_a_folder_of_a_server_that_was_killed_at_its_start(
     (tmp_path / "journal").mkdir()
     assert cli.main(["journal", "verify", str(tmp_path)]) == 0
     assert "snapshots: none" in capsys.readouterr().out
+
+
+def test_verify_misses_what_a_start_would_miss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serve(tmp_path) as service:
+        service.learn([FOX], "fox")
+    (tmp_path / "snapshots" / f"{1:020d}").unlink()
+    assert cli.main(["journal", "verify", str(tmp_path)]) == 0
+    (tmp_path / "journal" / f"journal-{1:020d}").unlink()
+    assert cli.main(["journal", "verify", str(tmp_path)]) == 1
+    assert "no snapshot goes before it" in capsys.readouterr().out

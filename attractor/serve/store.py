@@ -332,10 +332,11 @@ class StoreReport:
 
     journal: journals.Report
     snapshots: dict[int, ValueError | None]  # version -> what is wrong with it
+    missing: ValueError | None = None  # where the journal begins too late for any snapshot
 
     @property
     def damage(self) -> list[ValueError]:
-        found = [self.journal.damage, *self.snapshots.values()]
+        found = [self.journal.damage, *self.snapshots.values(), self.missing]
         return [error for error in found if error is not None]
 
 
@@ -354,7 +355,12 @@ def verify(folder: str | Path, *, files: Files | None = None) -> StoreReport:
                 entry.record()
         except ValueError as error:
             found[version] = error
-    return StoreReport(journal, found)
+    missing = None
+    if journal.first > 1 and not any(version >= journal.first - 1 for version in versions):
+        missing = ValueError(
+            f"{folder}: the journal begins with record {journal.first}, and no snapshot goes before it"
+        )
+    return StoreReport(journal, found, missing)
 
 
 def show(folder: str | Path, *, files: Files | None = None) -> Iterator[dict[str, Any]]:
