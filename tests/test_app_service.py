@@ -6,11 +6,13 @@ import openai
 import pytest
 from pydantic import TypeAdapter
 from served import FOX, LAW, serve
-from serving import Running
+from serving import Running, until
 from starlette.testclient import TestClient
 
 from attractor.serve.app import create_app
+from attractor.serve.engine import Job
 from attractor.serve.monitoring import Monitor
+from attractor.serve.service import Limits
 from attractor.serve.settings import ServeSettings
 
 
@@ -87,3 +89,22 @@ def test_streams_keep_their_version_while_it_learns(service):
             stop.set()
             teacher.join()
     assert service.version > 0
+
+
+def test_a_path_that_is_forgotten_while_a_text_waits_for_it(tmp_path):
+    with (
+        serve(tmp_path, limits=Limits(rows=1, drain=0.5)) as service,
+        TestClient(create_app(service, ServeSettings()), base_url="http://127.0.0.1") as client,
+    ):
+        service.learn([FOX], "fox")
+        ahead = service.submit(Job(prompt=[1], max_tokens=100_000))
+        ahead.next()
+        form = {"model": f"{service.name}:fox", "prompt": "the ", "max_tokens": 2}
+        found = []
+        asking = threading.Thread(target=lambda: found.append(client.post("/v1/completions", json=form)))
+        asking.start()
+        until(lambda: service.engine.stats()["waiting"])
+        service.forget("fox")
+        ahead.cancel()
+        asking.join()
+        assert (found[0].status_code, found[0].json()["error"]["code"]) == (404, "model_not_found")

@@ -294,6 +294,20 @@ def test_large_tensors_go_in_pieces(monkeypatch):
     assert not any(value.any() for value in large.values())
 
 
+def test_answers_that_are_long_go_in_pieces(monkeypatch):
+    """256 answers that name every patch of a large model would not fit into a record."""
+    monkeypatch.setattr("attractor.serve.segments.MOST_JSON", 10_000)
+    monkeypatch.setattr(snapshots_module, "PIECE", 8000)
+    disk = Disk()
+    with opened(disk) as store:
+        for number in range(4):
+            store.commit("lesson", lesson(key=str(number), answer={"patches": {"0": list(range(1000))}}))
+        expected = store.state_at()
+        assert store.snapshot() == 4
+    with opened(disk) as store:
+        assert store.state_at().answers == expected.answers
+
+
 def test_show(tmp_path):
     with Store.open(tmp_path, identity="base", blank=blank) as store:
         tensors = {"rows/bank": torch.tensor([1]), "values/bank": torch.ones(1, 2)}

@@ -2,6 +2,9 @@
 
 import json
 import logging
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
@@ -20,6 +23,18 @@ from attractor.serve.rules import Rules
 from attractor.serve.service import Limits, Service
 
 EXTRA = 'serving needs the extra "serve": pip install "attractor-patch-networks[serve]" ({})'
+
+
+@contextmanager
+def no_signal_twice() -> Iterator[None]:
+    """When uvicorn has ended by a signal it sends the signal again, which would end us before we are done."""
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @dataclass(kw_only=True)
@@ -66,9 +81,7 @@ class Serve:
 
     def run(self) -> int:
         try:
-            import uvicorn
-
-            from attractor.serve.app import create_app, uvicorn_config
+            from attractor.serve.app import Server, create_app, uvicorn_config
             from attractor.serve.settings import ServeSettings
         except ImportError as error:
             raise ValueError(EXTRA.format(error)) from error
@@ -81,12 +94,14 @@ class Serve:
             learner, data, name=self.name or folder.name, canaries=self._canaries(learner), rules=self.rules,
             limits=self.limits, sync=self.sync, learning=self.learn, stop_tokens=self._ends(learner),
         ) as service:  # fmt: skip
+            app = create_app(service, settings)
+            server = Server(uvicorn_config(app, settings, self.limits.drain + 30), service)
             if service.store.recovered:
                 print(f"the journal ended in the middle of a record: {service.store.recovered}")
             print(f"{service.name}, version {service.version}, paths: {', '.join(service.paths())}")
             print(f"http://{self.host}:{self.port}/ is the dashboard, /v1 the API. Ctrl-C ends politely.")
-            uvicorn.Server(uvicorn_config(create_app(service, settings), settings)).run()
-            print("finishing what was begun, and writing a snapshot")
+            with no_signal_twice():
+                server.run()
         print(f"version {service.version} is in {data}")
         return 0
 
@@ -125,6 +140,8 @@ class Serve:
     def _canaries(self, learner: GuardedLearner) -> dict[str, np.ndarray]:
         most = 64 * learner.base.config.context
         assert learner.tokenizer is not None, "a run has one"
+        if len({Path(source).stem for source in self.canary}) < len(self.canary):
+            raise ValueError(f"two canaries of one name: {', '.join(self.canary)}; rename one")
         if self.canary:
             return {Path(source).stem: learner.tokenizer.encode(read_text(source))[:most]
                     for source in self.canary}  # fmt: skip

@@ -1,8 +1,13 @@
 """The HTTP side of a server.
 
 app = create_app(service, ServeSettings(keys="keys.json"))
-uvicorn.Server(uvicorn_config(app, settings)).run()
+Server(uvicorn_config(app, settings), service).run()
 """
+
+import asyncio
+import logging
+import math
+from socket import socket
 
 import uvicorn
 from fastapi import FastAPI
@@ -18,6 +23,8 @@ from attractor.serve.security import KeyRing, declared
 from attractor.serve.service import Service
 from attractor.serve.settings import ServeSettings
 from attractor.version import __version__
+
+log = logging.getLogger("attractor")
 
 
 def create_app(service: Service, settings: ServeSettings) -> FastAPI:
@@ -45,10 +52,27 @@ def _name(route: BaseRoute) -> str:
     return str(getattr(route, "path", route))
 
 
-def uvicorn_config(app: FastAPI, settings: ServeSettings) -> uvicorn.Config:
-    """With limits on headers, no trust in headers that a proxy would set, and no log of what was asked."""
+class Server(uvicorn.Server):
+    """Ends with its service: texts under way get their time, and whoever waits gets an answer."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self.service = service
+
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        log.info("finishing what was begun, and writing a snapshot")
+        closing = asyncio.create_task(asyncio.to_thread(self.service.close))
+        await super().shutdown(sockets)
+        await closing
+
+
+def uvicorn_config(app: FastAPI, settings: ServeSettings, patience: float = 60.0) -> uvicorn.Config:
+    """With limits on headers, no trust in headers that a proxy would set, and no log of what was asked.
+
+    Requests under way are cut off `patience` seconds after the server was told to end.
+    """
     return uvicorn.Config(
         app, host=settings.host, port=settings.port, http="h11", h11_max_incomplete_event_size=32 << 10,
         proxy_headers=False, server_header=False, access_log=False, log_level="warning", ws="none",
-        timeout_keep_alive=30, timeout_graceful_shutdown=60,
+        timeout_keep_alive=30, timeout_graceful_shutdown=math.ceil(patience),
     )  # fmt: skip

@@ -17,6 +17,7 @@ import errno
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -285,8 +286,12 @@ class Journal:
 
     @property
     def nbytes(self) -> int:
-        """Of all segments."""
-        return sum(path.stat().st_size for path in segment_paths(self._files, self.folder))
+        """Of all segments; one that is dropped meanwhile counts or not."""
+        size = 0
+        for path in segment_paths(self._files, self.folder):
+            with suppress(FileNotFoundError):
+                size += path.stat().st_size
+        return size
 
     def records(self, after: int = 0, upto: int | None = None) -> Iterator[Record]:
         """Those after this number, as far as there are now; a ValueError if some of them were dropped."""

@@ -74,7 +74,7 @@ def no_snapshot_is_no_harm() -> Iterator[None]:
     """The journal has everything: it only takes longer to start."""
     try:
         yield
-    except OSError as error:
+    except Exception as error:  # none of them may end the writer, or keep the folder open
         log.warning("no snapshot could be written: %s", error)
 
 
@@ -180,6 +180,8 @@ class Service:
             return False, "closing"
         if not self._writer.is_alive():
             return False, "the writer has stopped"
+        if not self.engine.is_alive:
+            return False, "the engine has stopped"
         return True, "learning is not possible now" if self._failure else "ready"
 
     # --- changing
@@ -214,6 +216,8 @@ class Service:
             action, done = call
             started = time.monotonic()
             try:
+                if self._closed:
+                    raise Unavailable("the server is closing")
                 answer = action()
             except BaseException as error:
                 self._failure = str(error) if isinstance(error, Unavailable) else None
@@ -234,6 +238,8 @@ class Service:
     def _begin_snapshot(self) -> None:
         """A copy is made here, between two lessons; writing it takes a thread of its own, and its time."""
         if self._snapshots is not None and self._snapshots.is_alive():
+            return
+        if not self.teacher.is_current:
             return
         self._since_snapshot = 0
         with no_snapshot_is_no_harm():
@@ -274,7 +280,7 @@ class Service:
     # --- ending
 
     def close(self) -> None:
-        """Finish what was begun, write a snapshot, let others open the folder."""
+        """Finish what was begun, write a snapshot, let others open the folder. What waits is Unavailable."""
         with self._lock:
             if self._closed:
                 return
@@ -287,7 +293,7 @@ class Service:
             self._snapshots.join()
         with no_snapshot_is_no_harm():
             self.store.rotate()
-            self.store.snapshot(self.teacher.state())
+            self.store.snapshot(self.teacher.state() if self.teacher.is_current else None)
         self.store.close()
 
     def __enter__(self) -> Self:

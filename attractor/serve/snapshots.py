@@ -11,6 +11,7 @@ A file is a segment as a journal has them (see segments), under the number of it
 Its header names the journal and the record that it follows. It has its name only once it is durable.
 """
 
+import json
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -116,17 +117,31 @@ def parts(state: State, blank: Tensors) -> Iterator[tuple[str, dict[str, Any], d
         now = shapes(own.tensors)
         other[source] = {name: list(shape) for name, shape in now.items() if shape != usual[name]}
     yield "head", {"version": state.version, "shapes": other}, {}
-    answers = [list(item) for item in state.answers.items()]
-    for start in range(0, len(answers), LINES):
-        yield "answers", {"items": answers[start : start + LINES]}, {}
-    for start in range(0, len(state.history), LINES):
-        yield "history", {"lines": state.history[start : start + LINES]}, {}
+    for some in grouped([list(item) for item in state.answers.items()]):
+        yield "answers", {"items": some}, {}
+    for some in grouped(state.history):
+        yield "history", {"lines": some}, {}
     for source, own in state.sources.items():
         yield "source", {"source": source, "fields": own.fields}, {}
         for name, value in own.tensors.items():
             for tensors in pieces(name, value, blank[name]):
                 yield "rows", {"source": source}, tensors
     yield "end", {}, {}
+
+
+def grouped(lines: list[Any]) -> Iterator[list[Any]]:
+    """Some at a time: an answer may name every patch of a large model, and a record holds only so much."""
+    some: list[Any] = []
+    size = 0
+    for line in lines:
+        own = len(json.dumps(line))
+        if some and (len(some) == LINES or size + own > PIECE):
+            yield some
+            some, size = [], 0
+        some.append(line)
+        size += own
+    if some:
+        yield some
 
 
 def pieces(name: str, value: Tensor, blank: Tensor) -> Iterator[dict[str, Tensor]]:

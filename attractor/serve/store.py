@@ -13,7 +13,7 @@ import threading
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -332,10 +332,11 @@ class StoreReport:
 
     journal: journals.Report
     snapshots: dict[int, ValueError | None]  # version -> what is wrong with it
+    missing: ValueError | None = None  # where the journal begins too late for any snapshot
 
     @property
     def damage(self) -> list[ValueError]:
-        found = [self.journal.damage, *self.snapshots.values()]
+        found = [self.journal.damage, *self.snapshots.values(), self.missing]
         return [error for error in found if error is not None]
 
 
@@ -344,14 +345,22 @@ def verify(folder: str | Path, *, files: Files | None = None) -> StoreReport:
     folder, files = Path(folder).absolute(), files or Files()
     journal = journals.verify(folder / "journal", files=files)
     found: dict[int, ValueError | None] = {}
-    for version in snapshots.versions(files, folder):
+    versions: list[int] = []
+    with suppress(FileNotFoundError):  # who made the journal was killed before it made the other folder
+        versions = snapshots.versions(files, folder)
+    for version in versions:
         found[version] = None
         try:
             for entry in snapshots.entries(files, folder, version):
                 entry.record()
         except ValueError as error:
             found[version] = error
-    return StoreReport(journal, found)
+    missing = None
+    if journal.first > 1 and not any(version >= journal.first - 1 for version in versions):
+        missing = ValueError(
+            f"{folder}: the journal begins with record {journal.first}, and no snapshot goes before it"
+        )
+    return StoreReport(journal, found, missing)
 
 
 def show(folder: str | Path, *, files: Files | None = None) -> Iterator[dict[str, Any]]:

@@ -15,7 +15,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -36,7 +36,7 @@ from attractor.serve.effects import (
 from attractor.serve.errors import Refused, Unavailable
 from attractor.serve.lanes import Publication
 from attractor.serve.rules import Canaries, Rules
-from attractor.serve.segments import Record
+from attractor.serve.segments import JournalDamaged, Record
 from attractor.serve.state import SourceState, State, note
 from attractor.serve.store import Store
 
@@ -59,6 +59,16 @@ def identity(learner: GuardedLearner) -> str:
 def blank(learner: GuardedLearner) -> dict[str, Any]:
     """What a source is before its first lesson, for the store."""
     return {name: value.detach().cpu() for name, value in tensors_of(learner.new_source()).items()}
+
+
+class Built(NamedTuple):
+    """Sources by name, and all that is known of them."""
+
+    sources: dict[str, Source]
+    frames: dict[str, Frames]
+    touched: dict[str, Touched]
+    changed: dict[str, int]  # the version that last changed it
+    drifts: dict[str, float]
 
 
 class Teacher:
@@ -86,25 +96,32 @@ class Teacher:
         self.watched: dict[str, deque[dict[str, Any]]] = {
             name: deque(maxlen=RECENT) for name in canaries.whole
         }
-        self.audited = store.oldest  # the newest version whose whole canaries are known to be well
+        state = store.state_at()
+        self._take(self._built(state))
+        self.kept = state
+        state.sources = {}  # they live here now
+        # where an audit goes back to; never before what somebody took back: it would be there again
+        taken_back = (line["version"] for line in self.kept.history if line["kind"] != "lesson")
+        self.audited = max(store.oldest, *taken_back, 0)
         self.since_audit = 0
-        self.kept = (
-            store.state_at()
-        )  # what was answered, and history; the sources of it live here from now on
-        self._become(self._live(self.kept), self.kept.history)
-        self.kept.sources = {}
         self._recall()
         self._publish(store.last)
+        self._audit_what_was_there()
 
     @property
     def version(self) -> int:
         return self.publication.version
 
+    @property
+    def is_current(self) -> bool:
+        """Readers have the newest version; if not, showing it failed after it was durable."""
+        return self.version == self.store.last
+
     # --- what changes
 
     def learn(self, texts: list[str], source: str, key: str | None = None) -> dict[str, Any]:
         """Learn from texts, each without the context of the others: one lesson, whole or not at all."""
-        if (known := self._known(key)) is not None:
+        if (known := self._known(key, "taught")) is not None:
             return known
         tokens = self._tokens(texts)
         self._check_quota(source, sum(map(len, tokens)))
@@ -164,23 +181,27 @@ class Teacher:
 
     def rollback(self, version: int, key: str | None = None) -> dict[str, Any]:
         """Everything as it was at a version, to the bit. What came after it stays in the journal."""
-        if (known := self._known(key)) is not None:
+        if (known := self._known(key, "to", to=version)) is not None:
             return known
         if not self.store.oldest <= version <= self.store.last:
             raise ValueError(
                 f"version {version} is not kept: there are {self.store.oldest} to {self.store.last}"
             )
-        state = self.store.state_at(version)
-        sources = self._live(state)
+        try:
+            built = self._built(self.store.state_at(version))
+        except (OSError, JournalDamaged) as error:
+            log.error("version %d cannot be read: %s", version, error)
+            raise Unavailable(f"nothing was changed, because version {version} cannot be read") from error
         answer = {"version": self.store.last + 1, "to": version}
         self._commit("rollback", {"to": version, "key": key, "answer": answer, "at": now()})
-        self._become(sources, state.history)
+        self._take(built)
+        self.audited = answer["version"]
         self._publish(answer["version"])
         return {**answer, "repeated": False}
 
     def forget(self, source: str, key: str | None = None) -> dict[str, Any]:
         """Take away all that a source taught; exact, because nothing else wrote there."""
-        if (known := self._known(key)) is not None:
+        if (known := self._known(key, "lessons", source=source)) is not None:
             return known
         if source not in self.sources:
             raise LookupError(f"nothing is kept for {source!r}; sources: {sorted(self.sources)}")
@@ -192,25 +213,44 @@ class Teacher:
         for kept in (self.sources, self.frames, self.touched, self.changed):
             del kept[source]
         self.drifts.pop(source, None)
+        self.audited = answer["version"]
         self._publish(answer["version"])
         return {**answer, "repeated": False}
 
     def audit(self) -> bool:
-        """Read whole canaries; where one fell, go back to the last version that was well."""
+        """Read whole canaries; where one fell, go back to the last version that was well.
+
+        Whatever fails here has to wait: the lesson before is durable, and its teacher is not told otherwise.
+        """
         self.since_audit = 0
+        try:
+            refused = self._refusal()
+            if refused is None:
+                self.audited = self.version
+                return True
+            good = max(self.audited, self.store.oldest)
+            log.warning("version %d fails its audit (%s): back to %d", self.version, refused, good)
+            self.rollback(good)
+        except Exception as error:
+            log.warning("an audit has to wait: %s", error)
+            self.since_audit = self.rules.audit_every
+        return False
+
+    def _refusal(self) -> Refused | None:
+        """Why the whole canaries are not well, if they are not."""
         try:
             self.canaries.judge(self._guard(), None, whole=True)
         except Refused as refused:
-            good = max(self.audited, self.store.oldest)
-            log.warning("version %d fails its audit (%s): back to %d", self.version, refused, good)
-            try:
-                self.rollback(good)
-            except Unavailable as error:  # the lesson itself is durable: its teacher is not told otherwise
-                log.warning("that has to wait: %s", error)
-                self.since_audit = self.rules.audit_every
-            return False
-        self.audited = self.version
-        return True
+            return refused
+        return None
+
+    def _audit_what_was_there(self) -> None:
+        """At a start nobody knows how many lessons came since the last audit."""
+        if self.sources and (refused := self._refusal()) is not None:
+            log.warning("version %d fails its audit (%s): the next lesson ends that", self.version, refused)
+            self.since_audit = self.rules.audit_every
+        else:
+            self.audited = self.version
 
     # --- what is
 
@@ -251,11 +291,14 @@ class Teacher:
 
     # --- inside
 
-    def _known(self, key: str | None) -> dict[str, Any] | None:
-        """The answer that was given to this key before."""
+    def _known(self, key: str | None, part: str, **same: Any) -> dict[str, Any] | None:
+        """The answer that was given to this key before; only answers of its kind have this part."""
         if key is None or key not in self.kept.answers:
             return None
-        return {**self.kept.answers[key], "repeated": True}
+        answer = self.kept.answers[key]
+        if part not in answer or not same.items() <= answer.items():
+            raise ValueError(f"the key {key!r} was given with something else before: take a new one")
+        return {**answer, "repeated": True}
 
     def _tokens(self, texts: list[str]) -> list[np.ndarray]:
         if not texts:
@@ -289,6 +332,8 @@ class Teacher:
         return guard.to(self.learner.device).eval()
 
     def _commit(self, kind: str, fields: dict[str, Any], tensors: dict[str, Any] | None = None) -> None:
+        if not self.is_current:
+            raise Unavailable("a version is durable and could not be shown: start the server again")
         try:
             version = self.store.commit(kind, fields, tensors)
         except OSError as error:
@@ -297,24 +342,27 @@ class Teacher:
             ) from error
         note(self.kept, Record(version, kind, fields, {}))
 
-    def _live(self, state: State) -> dict[str, Source]:
-        """The sources of a state of the store, as they live here."""
+    def _built(self, state: State) -> Built:
+        """What lives here of a state of the store; nothing of ours changes yet."""
         sources = {}
         for name, kept in state.sources.items():
             sources[name] = self.learner.new_source()
             fill(sources[name], kept.tensors, kept.fields)
-        return sources
+        changed = last_changes(state.history)
+        return Built(
+            sources,
+            {name: Frames(held) for name, held in sources.items()},
+            {name: Touched.of(held) for name, held in sources.items()},
+            {name: changed.get(name, 0) for name in sources},
+            {
+                name: worst_drift(self.canaries.measure(None, held.branch.model))
+                for name, held in sources.items()
+            },
+        )
 
-    def _become(self, sources: dict[str, Source], history: list[dict[str, Any]]) -> None:
-        self.sources = sources
-        self.frames = {name: Frames(held) for name, held in sources.items()}
-        self.touched = {name: Touched.of(held) for name, held in sources.items()}
-        taught = {line["source"]: line["version"] for line in history if line["kind"] == "lesson"}
-        self.changed = {name: taught.get(name, 0) for name in sources}
-        self.drifts = {
-            name: worst_drift(self.canaries.measure(None, held.branch.model))
-            for name, held in sources.items()
-        }
+    def _take(self, built: Built) -> None:
+        """Become what was built. Answers and history only ever grow: a rollback keeps them."""
+        self.sources, self.frames, self.touched, self.changed, self.drifts = built
 
     def _recall(self) -> None:
         """What watchers saw before the server was stopped, as far as the store knows it."""
@@ -342,6 +390,20 @@ class Teacher:
             own.newest.users.add(self.publication)
         self._tell()
         self.publish(self.publication)
+
+
+def last_changes(history: list[dict[str, Any]]) -> dict[str, int]:
+    """Source -> the version that last changed what is there of it."""
+    now: dict[str, int] = {}
+    then = {0: now}
+    for line in history:
+        if line["kind"] == "rollback":
+            now = then.get(line["to"], {})
+        else:
+            now = {name: version for name, version in now.items() if name != line["source"]}
+            now |= {line["source"]: line["version"]} if line["kind"] == "lesson" else {}
+        then[line["version"]] = now
+    return now
 
 
 def worst_drift(figures: dict[str, Any]) -> float:

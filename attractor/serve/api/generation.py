@@ -72,6 +72,7 @@ class Batch:
 
     service: Service
     metrics: Metrics
+    model: str
     choices: list[Choice] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
 
@@ -144,6 +145,7 @@ class Batch:
             while open_ones:
                 choice, piece = await queue.get()
                 if isinstance(piece, Exception):
+                    path_of(self.service, self.model)  # a path may have been forgotten while it waited
                     raise piece
                 if first:
                     self.metrics.first_token.observe(time.perf_counter() - self.started)

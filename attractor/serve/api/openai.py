@@ -78,7 +78,7 @@ def add_openai_routes(app: FastAPI, service: Service, settings: ServeSettings, m
         request: Request, form: Generation, prompts: list[Prompt], limit: int, stops: Sequence[str],
         shape: Shape,
     ) -> Response:  # fmt: skip
-        batch = Batch(service, metrics)
+        batch = Batch(service, metrics, form.model)
         try:
             try:
                 batch.submit(form, prompts, limit, stops)

@@ -1,0 +1,120 @@
+"""`attractor serve` as a process of its own: how it ends, and what it says when it cannot begin."""
+
+import json
+import os
+import random
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from served import FOX, serve
+
+from attractor import cli
+
+FAST = shlex.split(
+    "--model.context 8 --model.num-layers 1 --model.num-heads 2 --model.dim 16 --model.apn.num-patches 4 "
+    "--model.apn.rank 4 --train.max-steps 2 --train.batch-size 2 --train.warmup-steps 1 --device cpu"
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    text = folder / "words.txt"
+    text.write_text(" ".join(random.Random(0).choices(["to", "be", "or", "not"], k=500)))
+    out = folder / "run"
+    assert cli.main(["train", "tiny_apn", "--data.source", str(text), "--out", str(out), *FAST]) == 0
+    return out
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def ask(port: int, path: str, **body: object) -> bytes:
+    with opened(port, path, **body) as reply:
+        return bytes(reply.read())
+
+
+def opened(port: int, path: str, **body: object) -> Any:
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{path}", json.dumps(body).encode() if body else None,
+        {"Content-Type": "application/json"},
+    )  # fmt: skip
+    return urllib.request.urlopen(request, timeout=60)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_with_a_snapshot(run: Path, tmp_path: Path, number: signal.Signals) -> None:
+    port, data = free_port(), tmp_path / "data"
+    command = [
+        sys.executable, "-m", "attractor.cli", "serve", str(run), "--learn", "--data-dir", str(data),
+        "--port", str(port), "--limits.drain", "1", "--device", "cpu",
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    ) as process:
+        try:
+            wait_for(port, process)
+            ask(port, "/v1/learn", text="to be or not to be", source="play")
+            form = {"model": "run", "prompt": "to", "max_tokens": 4096, "stream": True}
+            texts = [opened(port, "/v1/completions", **form) for _ in range(8)]
+            process.send_signal(number)
+            ends = [text.read().decode().rstrip().splitlines()[-1] for text in texts]
+            told = process.communicate(timeout=60)[0]
+        finally:
+            process.kill()
+    assert process.returncode == 0
+    assert ends == ["data: [DONE]"] * 8
+    assert "Traceback" not in told
+    assert f"version 1 is in {data}" in told
+    assert [path.name for path in (data / "snapshots").iterdir()] == [f"{1:020d}"]
+
+
+def wait_for(port: int, process: "subprocess.Popen[str]") -> None:
+    while True:
+        try:
+            ask(port, "/health")
+            return
+        except OSError:
+            assert process.poll() is None
+            time.sleep(0.05)
+
+
+def test_what_cannot_be_served_is_told_before_it_is_announced(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = tmp_path / "keys.json"
+    keys.write_text("{")
+    serve = ["serve", str(run), "--data-dir", str(tmp_path / "data"), "--device", "cpu"]
+    assert cli.main([*serve, "--keys", str(keys)]) == 1
+    told = capsys.readouterr()
+    assert "cannot read keys from" in told.err
+    assert "dashboard" not in told.out
+
+
+def test_verify_takes_a_folder_of_a_server_that_was_killed_at_its_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "journal").mkdir()
+    assert cli.main(["journal", "verify", str(tmp_path)]) == 0
+    assert "snapshots: none" in capsys.readouterr().out
+
+
+def test_verify_misses_what_a_start_would_miss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serve(tmp_path) as service:
+        service.learn([FOX], "fox")
+    (tmp_path / "snapshots" / f"{1:020d}").unlink()
+    assert cli.main(["journal", "verify", str(tmp_path)]) == 0
+    (tmp_path / "journal" / f"journal-{1:020d}").unlink()
+    assert cli.main(["journal", "verify", str(tmp_path)]) == 1
+    assert "no snapshot goes before it" in capsys.readouterr().out
