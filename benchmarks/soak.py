@@ -321,7 +321,8 @@ def snapshot(megabytes: int = 128) -> dict[str, Any]:
     return {"bytes": size, "seconds": seconds, "quiet": percentiles(quiet), "snapshot": percentiles(busy)}
 
 
-def rollback(lessons: int = 1000) -> dict[str, Any]:
+def rollback(lessons: int = 1000, before: int = 250) -> dict[str, Any]:
+    """To a version as far behind a snapshot as may be: all from the start is read again."""
     options = {"limits": Limits(drain=1.0, snapshot_every=256), "sync": "off"}
     with tempfile.TemporaryDirectory() as folder, serve(Path(folder), **options) as service:
 
@@ -329,15 +330,15 @@ def rollback(lessons: int = 1000) -> dict[str, Any]:
             return hash_of({name: {k: v.detach() for k, v in tensors_of(held).items()}
                             for name, held in service.teacher.sources.items()})  # fmt: skip
 
-        for number in range(20):
+        for number in range(before):
             service.learn([TEXT], SOURCES[number % 3])
-        before = state()
+        known = state()
         for number in range(lessons):
             service.learn([TEXT], SOURCES[number % 3])
         started = time.perf_counter()
-        service.rollback(20)
+        service.rollback(before)
         seconds = time.perf_counter() - started
-        return {"lessons": lessons, "seconds": seconds, "bit_exact": state() == before}
+        return {"lessons": lessons, "seconds": seconds, "bit_exact": state() == known}
 
 
 def throughput(seconds: float = 10.0, streams: int = 8) -> dict[str, Any]:
