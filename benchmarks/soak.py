@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -74,6 +75,8 @@ def serve(folder: Path, model: GuardedLearner | None = None, **options: Any) -> 
 
 # --- kill -9
 
+LIVES = 20
+"""Of one folder: every life is checked from its first record on."""
 POINTS = ("write", "fsync", "sync_data", "truncate", "rename", "unlink", "fsync_folder")
 
 
@@ -214,28 +217,31 @@ def one_life(folder: Path, seed: int, patience: float, mortal: dict[str, Any], k
 def kills(random_kills: int = 200, points: int = 3, seed: int = 0) -> dict[str, Any]:
     torch.set_num_threads(1)
     chance = random.Random(seed)
-    known: dict[str, Any] = {
-        "asked": {}, "done": {}, "state": {}, "last": 0, "blank": blank(learner()),
-        "opened": 0, "differs": 0, "lost": set(), "twice": set(), "unasked": set(),
-    }  # fmt: skip
-    found = {"random": 0, "named": 0}
     lives: list[tuple[float, dict[str, Any]]] = [(chance.uniform(0.2, 2.5), {}) for _ in range(random_kills)]
     lives += [
-        (20.0, {"point": point, "when": when, "count": count})
+        (10.0, {"point": point, "when": when, "count": count})
         for point in POINTS for when in ("before", "after") for count in range(1, 1 + points)
         if point not in ("truncate", "unlink")  # which happen only when something went wrong before
     ]  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        for number, (patience, mortal) in enumerate(lives):
-            one_life(Path(folder), number, patience, mortal, known)
-            found["named" if mortal else "random"] += 1
-            print(f"\r{number + 1} of {len(lives)} kills, version {known['last']}", end="", file=sys.stderr)
+    start, total = blank(learner()), Counter[str]()
+    for first in range(0, len(lives), LIVES):
+        known: dict[str, Any] = {
+            "asked": {}, "done": {}, "state": {}, "last": 0, "blank": start, "opened": 0, "differs": 0,
+            "lost": set(), "twice": set(), "unasked": set(),
+        }  # fmt: skip
+        with tempfile.TemporaryDirectory() as folder:
+            for number, (patience, mortal) in enumerate(lives[first : first + LIVES], first):
+                one_life(Path(folder), number, patience, mortal, known)
+                total["named" if mortal else "random"] += 1
+                print(f"\r{number + 1} of {len(lives)} kills", end="", file=sys.stderr)
+        total += Counter(
+            acknowledged=len(known["done"]), versions=known["last"], opened=known["opened"],
+            differs_from_oracle=known["differs"],
+            **{name: len(known[name]) for name in ("lost", "twice", "unasked")},
+        )  # fmt: skip
     print(file=sys.stderr)
-    return {
-        "kills": found, "acknowledged": len(known["done"]), "versions": known["last"],
-        "opened": known["opened"], "differs_from_oracle": known["differs"],
-        **{name: len(known[name]) for name in ("lost", "twice", "unasked")},
-    }  # fmt: skip
+    names = ("random", "named", "acknowledged", "versions", "opened")
+    return {name: total[name] for name in (*names, "differs_from_oracle", "lost", "twice", "unasked")}
 
 
 # --- times

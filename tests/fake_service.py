@@ -82,7 +82,7 @@ class FakeService:
     def paths(self) -> list[str]:
         return ["base", *self.sources]
 
-    def submit(self, job: Job) -> FakeTicket:
+    def submit(self, job: Job, pin: object = None) -> FakeTicket:
         if self.problem is not None:
             raise self.problem
         assert job.path is None or job.path in self.paths()

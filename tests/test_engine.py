@@ -12,7 +12,7 @@ import torch
 from attractor.config import APNConfig, GPTConfig
 from attractor.generate import generate
 from attractor.model import GPT
-from attractor.serve.engine import Engine, Job
+from attractor.serve.engine import Engine, Job, Pin
 from attractor.serve.errors import Busy
 from attractor.serve.lanes import Publication
 
@@ -167,6 +167,20 @@ def test_a_job_keeps_the_version_it_began_with():
         for job, ticket in zip(jobs, tickets, strict=True):
             assert tokens_of(ticket) == alone(job, versions[ticket.version])
         assert [ticket.version for ticket in tickets[5::6]] == [1, 2, 3, 4]
+
+
+def test_jobs_of_one_request_have_one_version():
+    versions = [Publication(number, {"base": BASE, "x": model_of(number)}) for number in (1, 2)]
+    with Engine(versions[0], max_rows=1) as engine:
+        pin = Pin()
+        tickets = [engine.submit(Job(prompt=[1, 2], max_tokens=5), pin) for _ in range(4)]
+        until(lambda: tickets[0].version is not None)
+        engine.publish(versions[1])
+        later = engine.submit(Job(prompt=[1, 2], max_tokens=5))
+        for ticket in [*tickets, later]:
+            tokens_of(ticket)
+        assert [ticket.version for ticket in tickets] == [1] * 4
+        assert later.version == 2
 
 
 def test_a_publication_is_let_go_with_its_last_job(gate):

@@ -25,7 +25,7 @@ from attractor.serve.errors import Busy
 from attractor.serve.lanes import PIECE, Draw, Publication, Row, Written, read
 from attractor.serve.ticket import Finish, Outlet, Ticket
 
-__all__ = ["Engine", "Job", "Publication", "Ticket", "Written"]
+__all__ = ["Engine", "Job", "Pin", "Publication", "Ticket", "Written"]
 
 log = logging.getLogger("attractor")
 
@@ -53,12 +53,19 @@ class Job:
             raise ValueError(f"seed={self.seed!r} must be an integer of 64 bits")
 
 
+class Pin:
+    """Jobs that share one are written with the same version: that of the first of them to start."""
+
+    publication: Publication | None = None
+
+
 @dataclass(eq=False)
 class Task:
     """A job on its way through the engine."""
 
     job: Job
     outlet: Outlet
+    pin: Pin
     since: float = 0.0  # when it was admitted
     row: Row | None = None
     reading: Iterator[None] | None = None
@@ -107,7 +114,7 @@ class Engine:
         with self._changed:
             self.publication = publication
 
-    def submit(self, job: Job) -> Ticket:
+    def submit(self, job: Job, pin: Pin | None = None) -> Ticket:
         """Raises Busy when too many wait, ValueError for a job that cannot be written."""
         self._check(job)
         with self._changed:
@@ -117,7 +124,7 @@ class Engine:
                 wait = self._seconds_per_job * len(self._waiting) / self.max_rows
                 raise Busy(f"{len(self._waiting)} jobs wait already", retry_after=min(max(wait, 1.0), 60.0))
             outlet = Outlet()
-            self._waiting.append(Task(job, outlet))
+            self._waiting.append(Task(job, outlet, pin or Pin()))
             self._changed.notify_all()
         return Ticket(outlet)
 
@@ -222,7 +229,8 @@ class Engine:
         with self._changed:
             if not self._waiting or len(self._tasks) + len(self._to_read) >= self.max_rows:
                 return
-            task, publication = self._waiting.popleft(), self.publication
+            task = self._waiting.popleft()
+            publication = task.pin.publication = task.pin.publication or self.publication
         job, task.since = task.job, time.monotonic()
         task.outlet.version = publication.version
         try:

@@ -22,7 +22,7 @@ import torch
 
 from attractor.config import JSONConfig, check_number, check_size
 from attractor.continual.guarded import GuardedLearner
-from attractor.serve.engine import Engine, Job, Ticket
+from attractor.serve.engine import Engine, Job, Pin, Ticket
 from attractor.serve.errors import Busy, Unavailable
 from attractor.serve.files import Files
 from attractor.serve.journal import SyncName
@@ -33,6 +33,9 @@ from attractor.serve.store import Store
 from attractor.serve.teacher import Teacher, blank, identity
 
 log = logging.getLogger("attractor")
+
+RESERVED = 8
+"""Places in the queue for taking lessons back: a flood of lessons must not stop that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,8 +167,11 @@ class Service:
     def paths(self) -> list[str]:
         return list(self.teacher.publication.paths)
 
-    def submit(self, job: Job) -> Ticket:
-        return self.engine.submit(job)
+    def submit(self, job: Job, pin: Pin | None = None) -> Ticket:
+        """Jobs that share a pin are written with the same version."""
+        if not self.engine.is_alive and not self._closed:
+            raise Unavailable("the engine has stopped: start the server again")
+        return self.engine.submit(job, pin)
 
     def versions(self, limit: int = 100, before: int | None = None) -> list[dict[str, Any]]:
         """The newest first."""
@@ -190,20 +196,20 @@ class Service:
         return self._call(lambda: self.teacher.learn(texts, source, key))
 
     def rollback(self, version: int, key: str | None = None) -> dict[str, Any]:
-        return self._call(lambda: self.teacher.rollback(version, key))
+        return self._call(lambda: self.teacher.rollback(version, key), places=RESERVED)
 
     def forget(self, source: str, key: str | None = None) -> dict[str, Any]:
-        return self._call(lambda: self.teacher.forget(source, key))
+        return self._call(lambda: self.teacher.forget(source, key), places=RESERVED)
 
-    def _call(self, action: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Have the writer do it, in turn. Busy where too many wait."""
+    def _call(self, action: Callable[[], dict[str, Any]], *, places: int = 0) -> dict[str, Any]:
+        """Have the writer do it, in turn. Busy where too many wait; `places` are beyond those of lessons."""
         if not self._learning:
             raise Unavailable("this server does not learn: it was started without it")
         done: Future[dict[str, Any]] = Future()
         with self._lock:
             if self._closed:
                 raise Unavailable("the server is closing")
-            if self._count >= self.limits.lessons:
+            if self._count >= self.limits.lessons + places:
                 message = f"{self._count} lessons wait already, as many as may"
                 raise Busy(message, retry_after=max(1.0, self._count * self._pace))
             self._count += 1
@@ -228,12 +234,18 @@ class Service:
                 done.set_result(answer)
             with self._lock:
                 self._count -= 1
-                self._pace = 0.9 * self._pace + 0.1 * (time.monotonic() - started)
             if self._since_snapshot >= self.limits.snapshot_every:
                 self._begin_snapshot()
-            if self.engine.stats()["rows"]:  # readers first: whoever asked has the answer already
-                share = self.limits.learning_share
-                self._ending.wait((time.monotonic() - started) * (1 - share) / share)
+            self._readers_first(time.monotonic() - started)
+            with self._lock:
+                self._pace = 0.9 * self._pace + 0.1 * (time.monotonic() - started)
+
+    def _readers_first(self, spent: float) -> None:
+        """While texts are being written, lessons take their share. Whoever asked has the answer already."""
+        until = time.monotonic() + spent * (1 - self.limits.learning_share) / self.limits.learning_share
+        while self.engine.stats()["rows"] and (left := until - time.monotonic()) > 0:
+            if self._ending.wait(min(left, 0.02)):
+                return
 
     def _begin_snapshot(self) -> None:
         """A copy is made here, between two lessons; writing it takes a thread of its own, and its time."""

@@ -10,7 +10,7 @@ from starlette.requests import Request
 
 from attractor.serve.api.replies import Problem, problem_of
 from attractor.serve.api.schemas import Generation
-from attractor.serve.engine import Job, Ticket
+from attractor.serve.engine import Job, Pin, Ticket
 from attractor.serve.metrics import Metrics
 from attractor.serve.service import Service
 from attractor.serve.settings import ServeSettings
@@ -80,7 +80,7 @@ class Batch:
         self, form: Generation, prompts: Sequence[Prompt], max_tokens: int, stops: Sequence[str]
     ) -> None:
         path = path_of(self.service, form.model)
-        each = form.n or 1
+        each, pin = form.n or 1, Pin()
         try:
             for index in range(len(prompts) * each):
                 prompt = prompts[index // each]
@@ -91,7 +91,7 @@ class Batch:
                     seed=None if form.seed is None else (form.seed + index) % (1 << 63),
                     stop_tokens=getattr(self.service, "stop_tokens", frozenset()),
                 )  # fmt: skip
-                ticket = self.service.submit(job)
+                ticket = self.service.submit(job, pin)
                 self.choices.append(Choice(index, prompt, ticket, Writer(self.service.tokenizer, stops)))
         except BaseException:
             self.cancel()
