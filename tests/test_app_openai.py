@@ -203,19 +203,19 @@ def test_versions_are_told(client, service):
     assert client.get("/health").headers["X-Attractor-Version"] == "1"
 
 
-def test_choices_of_two_versions_say_so(client, service):
-    """The engine pins each text when it begins; a lesson may come between two of a request."""
-    submit = service.submit
+def test_choices_of_a_request_share_a_pin(client, service):
+    """With which the engine gives them the same version."""
+    submit, pins = service.submit, []
 
-    def submit_and_learn(job):
-        ticket = submit(job)
-        service.learn(["text"], "kjv", None)
-        return ticket
+    def note(job, pin):
+        pins.append(pin)
+        return submit(job)
 
-    service.submit = submit_and_learn
-    answer = completion(client, n=2)
-    assert [choice["attractor"]["version"] for choice in answer.json()["choices"]] == [0, 1]
-    assert answer.json()["system_fingerprint"] == "v0,v1"
+    service.submit = note
+    assert completion(client, n=3, prompt=["a", "b"]).status_code == 200
+    assert completion(client).status_code == 200
+    assert len(pins) == 7
+    assert len({id(pin) for pin in pins}) == 2
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_harmless_parameters_are_taken(client):
 def test_a_busy_engine_leaves_nothing_behind(client, service):
     submit = service.submit
 
-    def submit_one(job):
+    def submit_one(job, pin):
         if service.jobs:
             raise BUSY
         return submit(job)

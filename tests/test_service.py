@@ -441,7 +441,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
     with torch.no_grad():
         other.base.embedding.weight[0, 0] += 1
     other = GuardedLearner(other.base, ByteTokenizer(), other.config)
-    with pytest.raises(ValueError, match="open it with the model and settings it was written for"):
+    with pytest.raises(ValueError, match="with the model and settings it was written for"):
         Service.open(other, tmp_path)
 
 

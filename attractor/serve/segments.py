@@ -336,7 +336,7 @@ class Walk:
             if self.identity not in (None, header.identity):
                 raise ValueError(
                     f"{path.parent} is the journal of {header.identity!r}, not of {self.identity!r}: open it "
-                    "with the model it was written for"
+                    "with the model and settings it was written for"
                 )
             return
         if (header.mark, header.identity) != (self.header.mark, self.header.identity):
