@@ -331,7 +331,7 @@ def test_bodies_that_are_not_what_they_should_be(service):
 
 
 def test_errors_of_ours_say_nothing_of_the_inside(service, caplog):
-    def broken(job):
+    def broken(job, pin):
         raise KeyError("secret")
 
     service.submit = broken
