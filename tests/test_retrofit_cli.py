@@ -199,3 +199,27 @@ def test_a_context_that_the_model_has_not(folder):
     net = attractor.retrofit(model, attractor.APNConfig(num_patches=4, top_k=2, rank=2))
     with pytest.raises(ValueError, match="context=129 is more than the model's 128 positions"):
         CausalLM(net, context=129)
+
+
+def test_what_the_command_wrote_can_be_served(folder, text, tmp_path):
+    from attractor.cli.serve import Serve
+    from attractor.serve.engine import Job
+    from attractor.serve.rules import Rules
+    from attractor.serve.service import Service
+
+    out = tmp_path / "out"
+    assert cli.main(["retrofit", str(folder), "--data", str(text), "--out", str(out), *OPTIONS]) == 0
+    serve = Serve(run_folder=out, context=16, device="cpu", rules=Rules(canary_tokens=16))
+    learner = serve._learner()
+    assert serve._canaries(learner) == {}
+    with Service.open(learner, tmp_path / "data", rules=serve.rules) as service:
+        assert service.learn(["to be or not to be, that is the question"], "play")["version"] == 1
+        prompt = learner.tokenizer.encode("to be").tolist()
+        ticket = service.submit(
+            Job(prompt=prompt, max_tokens=20, stop_tokens=frozenset(serve._ends(learner)))
+        )
+        assert len(list(ticket)) <= 20
+        assert ticket.finish in ("stop", "length")
+    (out / "summary.json").unlink()
+    with pytest.raises(ValueError, match="does not say which model"):
+        serve._learner()
