@@ -16,7 +16,7 @@ from attractor.continual.config import GuardConfig, LearnConfig, UpdateConfig
 from attractor.continual.guard import Guard
 from attractor.continual.guarded import GuardedLearner
 from attractor.serve import journal
-from attractor.serve.effects import tensors_of
+from attractor.serve.effects import MOST_FRAMES, tensors_of
 from attractor.serve.engine import Job
 from attractor.serve.errors import Busy, Refused, Unavailable
 from attractor.serve.files import Files
@@ -415,6 +415,22 @@ def test_too_many_lessons_are_told_to_wait(tmp_path: Path) -> None:
         waiting.join()
         back.join()
         service.learn([FOX], "fox")
+
+
+def test_versions_that_are_read_do_not_pile_up(tmp_path: Path) -> None:
+    with serve(tmp_path) as service:
+        service.learn([FOX], "fox")
+        read = [service.teacher.publication]
+        for _ in range(MOST_FRAMES - 1):
+            service.learn([FOX], "fox")
+            read.append(service.teacher.publication)
+        with pytest.raises(Busy, match="too many earlier versions"):
+            service.learn([FOX], "fox")
+        service.learn([LAW], "law")
+        del read
+        service.learn([FOX], "fox")
+        service.learn([FOX], "fox")
+        assert len(service.teacher.frames["fox"].all) <= 3
 
 
 def test_without_learning_it_only_reads(tmp_path: Path) -> None:

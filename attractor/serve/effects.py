@@ -27,6 +27,8 @@ WEIGHTS = "weights/"
 USAGE = ("state/usage.", "state/born.")
 """Counters of how patches are used: small, and new tensors with every lesson."""
 MOST_BEHIND = 64
+MOST_FRAMES = 16
+"""Copies of a source that readers may hold: each is as large as its banks."""
 
 
 def tensors_of(held: Source) -> dict[str, Tensor]:
@@ -138,6 +140,11 @@ class Frames:
         self.held = held
         self.all = [Frame(held)]
         self.newest = self.all[0]
+
+    @property
+    def crowded(self) -> bool:
+        """So many versions are being read that one more would be a copy too many."""
+        return sum(bool(frame.users) for frame in self.all) >= MOST_FRAMES
 
     def after(self, change: Change) -> Frame:
         """A frame of the source as it is now; no frame that somebody reads is written."""

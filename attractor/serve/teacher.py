@@ -33,7 +33,7 @@ from attractor.serve.effects import (
     reading_copy,
     tensors_of,
 )
-from attractor.serve.errors import Refused, Unavailable
+from attractor.serve.errors import Busy, Refused, Unavailable
 from attractor.serve.lanes import Publication
 from attractor.serve.rules import Canaries, Rules
 from attractor.serve.segments import JournalDamaged, Record
@@ -125,6 +125,8 @@ class Teacher:
             return known
         tokens = self._tokens(texts)
         self._check_quota(source, sum(map(len, tokens)))
+        if source in self.frames and self.frames[source].crowded:
+            raise Busy("texts under way still read too many earlier versions of this source", 1.0)
         held = self.sources.get(source)
         if held is None:
             self.learner._check_name(source)
