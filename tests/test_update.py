@@ -244,3 +244,26 @@ def test_follow_is_all_or_nothing(monkeypatch):
         take_back()
     assert update.state.keys() == before.keys()
     assert all(update.state[key] is value for key, value in before.items())
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adamw"])
+def test_what_is_no_patch_may_learn_at_a_rate_of_its_own(rule):
+    """Against torch's optimizer with two groups, over several steps."""
+    layer = build()
+    other = torch.nn.Parameter(torch.randn(3, 4, generator=torch.Generator().manual_seed(1)))
+    twin, twin_other = copy.deepcopy(layer), torch.nn.Parameter(other.detach().clone())
+    config = UpdateConfig(train=("decoders",), rule=rule, learning_rate=0.1, others_rate=0.25)
+    update = LocalUpdate({0: layer}, config, {"other": other})
+    groups = [{"params": [twin.decoder], "lr": 0.1}, {"params": [twin_other], "lr": 0.025}]
+    if rule == "sgd":
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(groups)
+    else:
+        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.99), weight_decay=0.0)
+    for step in range(5):
+        for own, leaf in ((layer, other), (twin, twin_other)):
+            random_gradients(own, step)
+            leaf.grad = torch.randn(leaf.shape, generator=torch.Generator().manual_seed(step))
+        update.step({0: torch.arange(layer.num_patches)})
+        optimizer.step()
+    torch.testing.assert_close(layer.decoder, twin.decoder)
+    torch.testing.assert_close(other, twin_other)

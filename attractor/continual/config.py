@@ -27,6 +27,8 @@ class UpdateConfig(JSONConfig):
     """"adamw" keeps moments and a count of steps for each patch, and leaves those of other patches alone."""
     learning_rate: float = 1e-4
     """alpha, the gain of an update."""
+    others_rate: float = 1.0
+    """Factor on it for parameters outside of APN layers, if any learn: patches often want a larger one."""
     beta1: float = 0.9
     beta2: float = 0.99
     weight_decay: float = 0.0
@@ -46,6 +48,7 @@ class UpdateConfig(JSONConfig):
             raise ValueError("train=() names no role: nothing would learn")
         check_choice("rule", self.rule, get_args(RuleName))
         check_number("learning_rate", self.learning_rate, "a positive number", lambda rate: rate > 0)
+        check_number("others_rate", self.others_rate, "a number, 0 or more", lambda factor: factor >= 0)
         check_probability("beta1", self.beta1)
         check_probability("beta2", self.beta2)
         check_number("weight_decay", self.weight_decay, "a number, 0 or more", lambda decay: decay >= 0)

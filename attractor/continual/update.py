@@ -247,7 +247,7 @@ class LocalUpdate:
             raise ValueError(f"{key} has no gradient; call backward() first")
         rows = torch.arange(parameter.shape[0], device=parameter.device)
         change = self._change(key, precise(parameter.grad) * scale, rows, False, writes)
-        writes.append((parameter, rows, precise(parameter) + change))
+        writes.append((parameter, rows, precise(parameter) + self.config.others_rate * change))
 
     def _change(
         self, key: str, gradient: Tensor, rows: Tensor, by_patch: bool, writes: list[Write]
