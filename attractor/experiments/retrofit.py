@@ -39,7 +39,7 @@ RETAINED = {"kjv": "kjv", "python": "python"}
 PLANS: dict[str, dict[str, Any]] = {
     "smoke": {"steps": 2, "batch_size": 1, "context": 32, "rates": (1e-3,), "train": 4000, "held_out": 400,
               "evaluations": 1, "apn": {"num_patches": 8, "top_k": 2, "rank": 4}},
-    "full": {"steps": 300, "batch_size": 16, "context": 256, "rates": (1e-4, 3e-4, 1e-3, 3e-3),
+    "full": {"steps": 300, "batch_size": 16, "context": 256, "rates": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
              "train": 3_000_000, "held_out": 150_000, "evaluations": 4,
              "apn": {"num_patches": 32, "top_k": 4, "rank": 32}},
 }  # fmt: skip
