@@ -13,12 +13,9 @@ clients      64 streaming clients at once, over HTTP
 
 import argparse
 import asyncio
+import dataclasses
 import json
-import math
-import multiprocessing
-import os
 import random
-import signal
 import socket
 import statistics
 import sys
@@ -28,221 +25,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
+from crashes import SOURCES, TEXT, kills, learner, live_hash, serve
 
-from attractor.checkpoint import tensors_hash
-from attractor.config import APNConfig, GPTConfig
-from attractor.continual.config import GuardConfig, LearnConfig, UpdateConfig
-from attractor.continual.guarded import GuardedLearner
 from attractor.experiments.result import write_result
-from attractor.model import GPT
-from attractor.serve import journal
-from attractor.serve.effects import tensors_of
 from attractor.serve.engine import Job
 from attractor.serve.errors import Busy
-from attractor.serve.files import Files
 from attractor.serve.rules import Rules
 from attractor.serve.service import Limits, Service
-from attractor.serve.teacher import blank
-from attractor.tokenizer import ByteTokenizer
-
-TEXT = "It is not the strongest of the species that survives, but the one that keeps learning. "
-SOURCES = ("a", "b", "c")
-
-
-def learner(dim: int = 32, patches: int = 16, rank: int = 8, most: int | None = 4) -> GuardedLearner:
-    torch.manual_seed(0)
-    shape = GPTConfig(
-        vocab_size=256, context=64, num_layers=2, num_heads=2, dim=dim, ffn="apn",
-        apn=APNConfig(num_patches=patches, top_k=2, rank=rank),
-    )  # fmt: skip
-    learn = LearnConfig(update=UpdateConfig(learning_rate=1e-3), max_patches=most)
-    return GuardedLearner(GPT(shape).eval(), ByteTokenizer(), GuardConfig(learn=learn))
-
-
-def serve(folder: Path, model: GuardedLearner | None = None, **options: Any) -> Service:
-    settings: dict[str, Any] = {
-        "rules": Rules(canary_tokens=64, canary_rise=0.1, drift=None),
-        "limits": Limits(drain=1.0, snapshot_every=7, keep_snapshots=10_000),
-    }
-    return Service.open(model or learner(), folder, **(settings | options))
-
-
-# --- kill -9
-
-LIVES = 20
-"""Of one folder: every life is checked from its first record on."""
-POINTS = ("write", "fsync", "sync_data", "truncate", "rename", "unlink", "fsync_folder")
-
-
-class Mortal(Files):
-    """Dies at the n-th time of one of its works, before or after it."""
-
-    def __init__(self, point: str | None = None, when: str = "before", count: int = 1) -> None:
-        self.point, self.when, self.count = point, when, count
-        for name in POINTS:
-            setattr(self, name, self._around(name, getattr(super(), name)))
-
-    def _around(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            mine = name == self.point
-            self.count -= mine
-            if mine and self.count == 0 and self.when == "before":
-                os.kill(os.getpid(), signal.SIGKILL)
-            result = work(*arguments)
-            if mine and self.count == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
-
-        return call
-
-
-def hash_of(sources: dict[str, dict[str, torch.Tensor]]) -> dict[str, str]:
-    return {name: tensors_hash(own, "") for name, own in sources.items()}
-
-
-def victim(folder: Path, line: Connection, mortal: dict[str, Any], seed: int, retry: list[list[Any]]) -> None:
-    """A server under load that tells what it acknowledged; somebody kills it."""
-    torch.set_num_threads(1)
-    service = serve(folder, files=Mortal(**mortal))
-    live = {
-        name: {key: value.detach() for key, value in tensors_of(held).items()}
-        for name, held in service.teacher.sources.items()
-    }
-    lock = threading.Lock()
-
-    def tell(what: str, *about: Any) -> None:
-        with lock:
-            line.send((what, *about))
-
-    tell("open", service.version, hash_of(live))
-
-    def act(key: str, kind: str, source: str) -> None:
-        tell("asked", key, kind, source)
-        try:
-            if kind == "learn":
-                answer = service.learn([TEXT], source, key)
-            elif kind == "rollback":
-                answer = service.rollback(service.version // 2, key)
-            else:
-                answer = service.forget(source, key)
-        except LookupError:
-            tell("refused", key)
-        else:
-            tell("done", key, answer["version"])
-
-    def client(number: int) -> None:
-        chance = random.Random(f"{seed}/{number}")
-        for key, kind, source in retry[number::2]:
-            act(key, kind, source)
-        for count in range(10_000):
-            kind = chance.choices(["learn", "rollback", "forget"], [20, 1, 1])[0]
-            act(f"{seed}/{number}/{count}", kind, chance.choice(SOURCES))
-
-    def reader() -> None:
-        while True:
-            for _ in service.submit(Job(prompt=[65, 66], max_tokens=40)):
-                pass
-
-    for work in (lambda: client(0), lambda: client(1), reader):
-        threading.Thread(target=work, daemon=True).start()
-    threading.Event().wait()
-
-
-def oracle(folder: Path, start: dict[str, torch.Tensor]) -> tuple[dict[str, str], dict[str, list[int]], int]:
-    """From the journal's records alone: the state, the versions of every key, the last version."""
-    states: list[dict[str, dict[str, torch.Tensor]]] = [{}]
-    keys: dict[str, list[int]] = {}
-    for record in journal.read(folder / "journal"):
-        now = {source: dict(own) for source, own in states[-1].items()}
-        told = record.fields
-        if record.kind == "rollback":
-            now = states[told["to"]]
-        elif record.kind == "drop":
-            del now[told["source"]]
-        else:
-            own = now.get(told["source"]) or dict(start)
-            for full, value in record.tensors.items():
-                kind, _, name = full.partition("/")
-                if kind == "whole":
-                    own[name] = value
-                elif kind == "values":
-                    own[name] = own[name].clone()
-                    own[name][record.tensors[f"rows/{name}"]] = value
-            now[told["source"]] = own
-        states.append(now)
-        keys.setdefault(told["key"], []).append(record.sequence)
-    return hash_of(states[-1]), keys, len(states) - 1
-
-
-def one_life(folder: Path, seed: int, patience: float, mortal: dict[str, Any], known: dict[str, Any]) -> None:
-    """Start a victim, kill it after a while unless it kills itself, and see what it left."""
-    fork = multiprocessing.get_context("fork")  # nothing here has threads, and importing torch takes seconds
-    ours, theirs = fork.Pipe(duplex=False)
-    retry = [[key, *about] for key, about in known["asked"].items()]
-    process = fork.Process(target=victim, args=(folder, theirs, mortal, seed, retry))
-    process.start()
-    theirs.close()
-    deadline = time.monotonic() + patience
-    while True:
-        if not ours.poll(max(0.0, deadline - time.monotonic())):
-            process.kill()
-            deadline = math.inf
-        try:
-            what, *about = ours.recv()
-        except EOFError:
-            break
-        if what == "open":
-            known["opened"] += 1
-            known["differs"] += about != [known["last"], known["state"]]
-        elif what == "asked":
-            known["asked"][about[0]] = about[1:]
-        else:
-            del known["asked"][about[0]]
-            if what == "done":
-                known["done"][about[0]] = about[1]
-    process.join()
-    state, keys, last = oracle(folder, known["blank"])
-    known["lost"] |= {key for key, at in known["done"].items() if keys.get(key) != [at]}
-    known["twice"] |= {key for key, at in keys.items() if len(at) > 1}
-    known["unasked"] |= {key for key in keys if key not in known["done"] and key not in known["asked"]}
-    known |= {"state": state, "last": last}
-
-
-def kills(random_kills: int = 200, points: int = 3, seed: int = 0) -> dict[str, Any]:
-    torch.set_num_threads(1)
-    chance = random.Random(seed)
-    lives: list[tuple[float, dict[str, Any]]] = [(chance.uniform(0.2, 2.5), {}) for _ in range(random_kills)]
-    lives += [
-        (10.0, {"point": point, "when": when, "count": count})
-        for point in POINTS for when in ("before", "after") for count in range(1, 1 + points)
-        if point not in ("truncate", "unlink")  # which happen only when something went wrong before
-    ]  # fmt: skip
-    start, total = blank(learner()), Counter[str]()
-    for first in range(0, len(lives), LIVES):
-        known: dict[str, Any] = {
-            "asked": {}, "done": {}, "state": {}, "last": 0, "blank": start, "opened": 0, "differs": 0,
-            "lost": set(), "twice": set(), "unasked": set(),
-        }  # fmt: skip
-        with tempfile.TemporaryDirectory() as folder:
-            for number, (patience, mortal) in enumerate(lives[first : first + LIVES], first):
-                one_life(Path(folder), number, patience, mortal, known)
-                total["named" if mortal else "random"] += 1
-                print(f"\r{number + 1} of {len(lives)} kills", end="", file=sys.stderr)
-        total += Counter(
-            acknowledged=len(known["done"]), versions=known["last"], opened=known["opened"],
-            differs_from_oracle=known["differs"],
-            **{name: len(known[name]) for name in ("lost", "twice", "unasked")},
-        )  # fmt: skip
-    print(file=sys.stderr)
-    names = ("random", "named", "acknowledged", "versions", "opened")
-    return {name: total[name] for name in (*names, "differs_from_oracle", "lost", "twice", "unasked")}
-
 
 # --- times
 
@@ -331,49 +124,50 @@ def rollback(lessons: int = 1000, before: int = 250) -> dict[str, Any]:
     """To a version as far behind a snapshot as may be: all from the start is read again."""
     options = {"limits": Limits(drain=1.0, snapshot_every=256), "sync": "off"}
     with tempfile.TemporaryDirectory() as folder, serve(Path(folder), **options) as service:
-
-        def state() -> dict[str, str]:
-            return hash_of({name: {k: v.detach() for k, v in tensors_of(held).items()}
-                            for name, held in service.teacher.sources.items()})  # fmt: skip
-
         for number in range(before):
             service.learn([TEXT], SOURCES[number % 3])
-        known = state()
+        known = live_hash(service)
         for number in range(lessons):
             service.learn([TEXT], SOURCES[number % 3])
         started = time.perf_counter()
         service.rollback(before)
         seconds = time.perf_counter() - started
-        return {"lessons": lessons, "seconds": seconds, "bit_exact": state() == known}
+        return {"lessons": lessons, "seconds": seconds, "bit_exact": live_hash(service) == known}
 
 
 def throughput(seconds: float = 10.0, streams: int = 8) -> dict[str, Any]:
-    """Tokens per second of several texts at once, in turns with and without lessons."""
-    with tempfile.TemporaryDirectory() as folder:
-        options = {"limits": Limits(drain=1.0), "rules": Rules(canary_tokens=64, canary_rise=0.1, drift=None)}
-        with serve(Path(folder), learner(dim=128, patches=64, rank=32), **options) as service:
-            service.learn([TEXT * 4], "a")
-            found: dict[str, list[float]] = {"alone": [], "learning": []}
-            lessons = 0
-            for _ in range(3):
-                for name in found:
-                    stop = threading.Event()
-
-                    def teach(stop: threading.Event = stop) -> None:
-                        nonlocal lessons
-                        while not stop.is_set():
-                            service.learn([TEXT * 4], "a")
-                            lessons += 1
-
-                    teacher = threading.Thread(target=teach)
-                    if name == "learning":
-                        teacher.start()
-                    found[name].append(_tokens_per_second(service, seconds / 3, streams))
-                    stop.set()
-                    if name == "learning":
-                        teacher.join()
+    """Tokens per second of several texts at once: alone, beside lessons, beside lessons without limits."""
+    options = {"limits": Limits(drain=1.0), "rules": Rules(canary_tokens=64, canary_rise=0.1, drift=None)}
+    shares = {"alone": None, "learning": Limits.learning_share, "learning all the time": 1.0}
+    found: dict[str, list[float]] = {name: [] for name in shares}
+    lessons = Counter[str]()
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        serve(Path(folder), learner(dim=128, patches=64, rank=32), **options) as service,
+    ):
+        service.learn([TEXT * 4], "a")
+        for _ in range(3):
+            for name, share in shares.items():
+                stop = threading.Event()
+                teacher = threading.Thread(target=_teach_until, args=(service, stop, lessons, name))
+                if share is not None:
+                    service.limits = dataclasses.replace(service.limits, learning_share=share)
+                    teacher.start()
+                found[name].append(_tokens_per_second(service, seconds / 3, streams))
+                stop.set()
+                if share is not None:
+                    teacher.join()
     rates = {name: statistics.mean(each) for name, each in found.items()}
-    return {"ratio": rates["learning"] / rates["alone"], "streams": streams, "lessons": lessons}
+    return {
+        "ratio": rates["learning"] / rates["alone"], "streams": streams, "lessons": dict(lessons),
+        "ratio_without_limits": rates["learning all the time"] / rates["alone"],
+    }  # fmt: skip
+
+
+def _teach_until(service: Service, stop: threading.Event, lessons: Counter[str], name: str) -> None:
+    while not stop.is_set():
+        service.learn([TEXT * 4], "a")
+        lessons[name] += 1
 
 
 def _tokens_per_second(service: Service, seconds: float, streams: int) -> float:

@@ -1,6 +1,5 @@
 """A server without HTTP: lessons are durable, refused or undone as a whole, and readers never notice."""
 
-import errno
 import json
 import threading
 from pathlib import Path
@@ -8,21 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from served import FOX, LAW, QUICK, hashes, learner, serve
 
 from attractor.continual.config import GuardConfig, LearnConfig, UpdateConfig
 from attractor.continual.guard import Guard
 from attractor.continual.guarded import GuardedLearner
-from attractor.serve import journal
-from attractor.serve.effects import MOST_FRAMES, tensors_of
+from attractor.serve.effects import MOST_FRAMES
 from attractor.serve.engine import Job
 from attractor.serve.errors import Busy, Refused, Unavailable
-from attractor.serve.files import Files
 from attractor.serve.rules import Rules
 from attractor.serve.service import Limits, Service
-from attractor.serve.teacher import blank
 from attractor.tokenizer import ByteTokenizer
 
 
@@ -237,113 +231,6 @@ def test_a_lesson_that_explodes_is_refused(tmp_path: Path) -> None:
         assert service.paths() == ["base"]
 
 
-# --- the disk
-
-
-class Full(Files):
-    """A disk that is full from some moment on."""
-
-    full = unreadable = False
-
-    def read(self, handle: int, offset: int, size: int) -> bytes:
-        if self.unreadable:
-            raise OSError(errno.EIO, "Input/output error")
-        return super().read(handle, offset, size)
-
-    def write(self, handle: int, offset: int, data: bytes) -> None:
-        if self.full:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        super().write(handle, offset, data)
-
-    def write_parts(self, *arguments: object) -> None:
-        if self.full:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        super().write_parts(*arguments)  # type: ignore[misc]
-
-
-def test_a_full_disk_stops_learning_and_nothing_else(tmp_path: Path) -> None:
-    disk = Full()
-    with serve(tmp_path, files=disk) as service:
-        service.learn([FOX], "fox")
-        before, text = hashes(service), text_of(service)
-        disk.full = True
-        for action in (
-            lambda: service.learn([FOX], "fox"), lambda: service.learn([LAW], "law"),
-            lambda: service.rollback(0), lambda: service.forget("fox"),
-        ):  # fmt: skip
-            with pytest.raises(Unavailable, match="No space left"):
-                action()
-        assert hashes(service) == before
-        assert text_of(service) == text
-        assert service.ready() == (True, "learning is not possible now")
-        disk.full = False
-        assert service.learn([LAW], "law")["version"] == 2
-        assert service.ready() == (True, "ready")
-    with serve(tmp_path) as service:
-        assert service.version == 2
-
-
-@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.sampled_from(["fox", "law", "drop fox", "back", "snapshot", "restart"]), max_size=12))
-def test_whatever_happens_the_disk_tells_the_same(tmp_path_factory, steps: list[str]) -> None:  # type: ignore[no-untyped-def]
-    """An oracle that knows only the journal's records rebuilds weights, moments and counters."""
-    folder = tmp_path_factory.mktemp("store")
-    service = serve(folder, limits=Limits(drain=0.5, keep_snapshots=50))
-    try:
-        for step in steps:
-            if step in ("fox", "law"):
-                service.learn([FOX if step == "fox" else LAW], step)
-            elif step == "drop fox" and "fox" in service.paths():
-                service.forget("fox")
-            elif step == "back":
-                service.rollback(service.version // 2)
-            elif step == "snapshot":
-                service.store.snapshot()
-            elif step == "restart":
-                service.close()
-                service = serve(folder, limits=Limits(drain=0.5, keep_snapshots=50))
-        live = {
-            name: {key: value.detach().numpy().copy() for key, value in tensors_of(held).items()}
-            for name, held in service.teacher.sources.items()
-        }
-        assert_same(live, oracle(folder / "journal", blank(service.teacher.learner)))
-    finally:
-        service.close()
-
-
-def oracle(folder: Path, start: dict[str, torch.Tensor]) -> dict[str, dict[str, np.ndarray]]:
-    """All states from the first record on, with plain arrays."""
-    states: list[dict[str, dict[str, np.ndarray]]] = [{}]
-    for record in journal.read(folder):
-        now = {source: dict(own) for source, own in states[-1].items()}
-        if record.kind == "rollback":
-            now = states[record.fields["to"]]
-        elif record.kind == "drop":
-            del now[record.fields["source"]]
-        else:
-            source = record.fields["source"]
-            own = now.get(source) or {name: value.numpy() for name, value in start.items()}
-            for full, value in record.tensors.items():
-                kind, _, name = full.partition("/")
-                if kind == "whole":
-                    own[name] = value.numpy()
-                elif kind == "values":
-                    array = own[name].copy()
-                    array[record.tensors[f"rows/{name}"].numpy()] = value.numpy()
-                    own[name] = array
-            now[source] = own
-        states.append(now)
-    return states[-1]
-
-
-def assert_same(left: dict[str, dict[str, np.ndarray]], right: dict[str, dict[str, np.ndarray]]) -> None:
-    assert left.keys() == right.keys()
-    for source, own in left.items():
-        assert own.keys() == right[source].keys()
-        for name, value in own.items():
-            assert value.tobytes() == right[source][name].tobytes(), name
-
-
 # --- readers
 
 
@@ -491,162 +378,3 @@ def test_what_watchers_see(tmp_path: Path) -> None:
         assert told["overlays"]["fox"]["bytes"] == sum(values.nbytes for _, values in rows.values())
         assert told["journal"]["last"] == 1
         assert [seen["version"] for seen in told["canaries"]["self"]] == [0, 1]
-
-
-# --- what goes wrong in between
-
-
-def test_a_key_is_for_one_thing(tmp_path: Path) -> None:
-    """A rollback that is answered as a lesson would look done, and is not."""
-    with serve(tmp_path) as service:
-        service.learn([FOX], "fox", "k1")
-        service.learn([LAW], "law")
-        for action in (lambda: service.rollback(0, "k1"), lambda: service.forget("fox", "k1")):
-            with pytest.raises(ValueError, match="with something else before"):
-                action()
-        service.forget("fox", "k2")
-        assert service.forget("fox", "k2")["repeated"]
-        with pytest.raises(ValueError, match="with something else before"):
-            service.forget("law", "k2")
-        service.rollback(1, "k3")
-        assert service.rollback(1, "k3")["repeated"]
-        for action in (lambda: service.rollback(0, "k3"), lambda: service.learn([FOX], "fox", "k3")):
-            with pytest.raises(ValueError, match="with something else before"):
-                action()
-        assert service.version == 4
-
-
-def fail_audits(service: Service) -> None:
-    judge = service.teacher.canaries.judge
-
-    def strict(*arguments: object, whole: bool = False) -> dict[str, object]:
-        if whole:
-            raise Refused("it fell")
-        return judge(*arguments)  # type: ignore[arg-type]
-
-    service.teacher.canaries.judge = strict  # type: ignore[assignment,method-assign]
-
-
-@pytest.mark.parametrize("restart", [False, True])
-def test_an_audit_brings_back_nothing_that_was_taken_back(tmp_path: Path, restart: bool) -> None:
-    rules = Rules(canary_tokens=32, canary_rise=0.1, audit_every=2)
-    service = serve(tmp_path, rules=rules)
-    try:
-        service.learn([FOX], "fox")
-        service.learn([LAW], "law")  # audited, and well
-        service.forget("fox")
-        before = hashes(service)
-        if restart:
-            service.close()
-            service = serve(tmp_path, rules=rules)
-        fail_audits(service)
-        service.learn([LAW], "law")
-        assert service.learn([LAW], "law")["now"] == 6
-        assert service.versions(1)[0]["to"] == 3
-        assert hashes(service) == before
-    finally:
-        service.close()
-
-
-def test_an_audit_that_cannot_be_done_denies_no_lesson(tmp_path: Path) -> None:
-    disk = Full()
-    rules = Rules(canary_tokens=32, canary_rise=0.1, audit_every=2)
-    with serve(tmp_path, rules=rules, files=disk) as service:
-        service.learn([FOX], "fox")
-        service.learn([FOX], "fox")
-        good = hashes(service)
-        fail_audits(service)
-        disk.unreadable = True
-        service.learn([FOX], "fox")
-        assert service.learn([FOX], "fox")["now"] == 4
-        with pytest.raises(Unavailable, match="version 1 cannot be read"):
-            service.rollback(1)
-        disk.unreadable = False
-        assert service.learn([FOX], "fox")["now"] == 6
-        assert hashes(service) == good
-
-
-def test_what_cannot_be_rebuilt_is_not_rolled_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with serve(tmp_path) as service:
-        service.learn([FOX], "fox")
-        service.learn([FOX], "fox")
-        before = hashes(service)
-        with monkeypatch.context() as patch:
-            patch.setattr("attractor.serve.teacher.fill", broken)
-            with pytest.raises(MemoryError):
-                service.rollback(1)
-        assert (service.version, service.store.last, hashes(service)) == (2, 2, before)
-        service.learn([FOX], "fox")
-        live = hashes(service)
-    with serve(tmp_path) as service:
-        assert hashes(service) == live
-
-
-def test_a_version_that_cannot_be_shown_is_the_last(tmp_path: Path) -> None:
-    """It is durable; nothing is built upon what is not, and a start has it."""
-    with serve(tmp_path) as service:
-        service.learn([FOX], "fox")
-        service.teacher._publish, publish = broken, service.teacher._publish  # type: ignore[method-assign]
-        with pytest.raises(MemoryError):
-            service.forget("fox")
-        service.teacher._publish = publish  # type: ignore[method-assign]
-        with pytest.raises(Unavailable, match="start the server again"):
-            service.learn([LAW], "law")
-        assert service.paths() == ["base", "fox"]
-    with serve(tmp_path) as service:
-        assert (service.version, service.paths()) == (2, ["base"])
-
-
-def broken(*_: object) -> None:
-    raise MemoryError
-
-
-def test_the_writer_outlives_a_snapshot_that_fails(tmp_path: Path) -> None:
-    with serve(tmp_path, limits=Limits(drain=0.5, snapshot_every=1)) as service:
-        state, service.teacher.state = service.teacher.state, broken  # type: ignore[method-assign,assignment]
-        service.learn([FOX], "fox")
-        service.learn([FOX], "fox")
-        assert service.ready() == (True, "ready")
-        service.teacher.state = state  # type: ignore[method-assign]
-
-
-def test_an_engine_that_ended_is_not_ready(tmp_path: Path) -> None:
-    with serve(tmp_path) as service:
-        service.engine.close(0.0)
-        assert service.ready() == (False, "the engine has stopped")
-
-
-def test_closing_finishes_what_was_begun_and_no_more(tmp_path: Path) -> None:
-    service = serve(tmp_path)
-    hold, began = threading.Event(), threading.Event()
-    answers: list[object] = []
-
-    def slow() -> dict[str, object]:
-        began.set()
-        hold.wait()
-        return {"repeated": True}
-
-    def ask(action) -> None:  # type: ignore[no-untyped-def]
-        try:
-            answers.append(action())
-        except Unavailable as error:
-            answers.append(str(error))
-
-    threads = [threading.Thread(target=ask, args=(lambda: service._call(slow),))]
-    threads[0].start()
-    began.wait()
-    threads.append(threading.Thread(target=ask, args=(lambda: service.learn([FOX], "fox"),)))
-    threads[1].start()
-    while service.monitor()["queue"]["learning"] < 2:
-        pass
-    threads.append(threading.Thread(target=service.close))
-    threads[2].start()
-    while not service._closed:
-        pass
-    hold.set()
-    for thread in threads:
-        thread.join()
-    assert len(answers) == 2
-    assert {"repeated": True} in answers
-    assert "the server is closing" in answers
-    assert service.version == 0

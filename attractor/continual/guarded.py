@@ -152,7 +152,7 @@ class GuardedLearner:
 
     def _open(self, source: str) -> Source:
         """A new source, or one out of the archive; not yet one of ours."""
-        self._check_name(source)
+        self.check_name(source)
         self._check_room()
         if self.archive is not None and self.archive.has(source):
             return self._from_folder(self.archive.folder / source)
@@ -331,7 +331,7 @@ class GuardedLearner:
 
     def import_overlay(self, folder: str | Path, name: str) -> None:
         """Take over an exported overlay; it must have been made over this base."""
-        self._check_name(name)
+        self.check_name(name)
         if name in self.sources:
             raise ValueError(f"there is an overlay {name!r} already; drop it first, or choose another name")
         self._settled()
@@ -346,7 +346,7 @@ class GuardedLearner:
             raise ValueError(f"there is no overlay {name!r}; there are {sorted(self.sources)}")
         return name
 
-    def _check_name(self, name: str) -> None:
+    def check_name(self, name: str) -> None:
         if not NAME.fullmatch(name) or name == BASE:
             raise ValueError(
                 f"{name!r} cannot name an overlay: up to 64 letters, digits, '.', '_' or '-', not {BASE!r}"
@@ -409,7 +409,7 @@ class GuardedLearner:
             if learner.base_hash != state["base"]:
                 raise ValueError("the base is not the one these overlays were made over")
             for name, kept in cast(Mapping[str, Any], state["sources"]).items():
-                learner._check_name(name)
+                learner.check_name(name)
                 place = found / "overlays" / name
                 held = learner.new_source(Overlay.load(place, device=device))
                 held.version, held.tokens = whole_number(kept["version"]), whole_number(kept["tokens"])

@@ -24,8 +24,6 @@ from attractor.layer import PATCH_ROLES, ROLES
 from attractor.model import GPT
 
 WEIGHTS = "weights/"
-USAGE = ("state/usage.", "state/born.")
-"""Counters of how patches are used: small, and new tensors with every lesson."""
 MOST_BEHIND = 64
 MOST_FRAMES = 16
 """Copies of a source that readers may hold: each is as large as its banks."""

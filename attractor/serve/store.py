@@ -6,7 +6,7 @@
         store.snapshot()                                         # now and then, in a thread of its own
 
 A commit that raises leaves no record. What a record could not be replayed from is refused before it is
-written. A snapshot reads only the disk; commits go on meanwhile. Damage is refused with path and offset.
+written. Commits go on while a snapshot is written. Damage is refused with path and offset.
 """
 
 import threading

@@ -129,7 +129,7 @@ class Teacher:
             raise Busy("texts under way still read too many earlier versions of this source", 1.0)
         held = self.sources.get(source)
         if held is None:
-            self.learner._check_name(source)
+            self.learner.check_name(source)
             if len(self.sources) >= (most := self.learner.config.max_overlays):
                 raise Refused(f"there are {most} overlays, as many as this server keeps: drop one first")
             held = self.learner.new_source()
