@@ -22,6 +22,7 @@ import numpy as np
 from attractor import monitor
 from attractor.continual.guard import BASE, Guard
 from attractor.continual.guarded import GuardedLearner, Source
+from attractor.continual.lesson import Observation
 from attractor.continual.update import NotFiniteUpdate
 from attractor.serve.effects import (
     Change,
@@ -153,14 +154,11 @@ class Teacher:
     ) -> tuple[dict[str, Any], Change, int]:
         before = tensors_of(held)
         learner = held.learner
-        scored, loss, seen = 0, 0.0, None
+        seen = Observation()
         for tokens in texts:
             learner.history = learner.history[:0]
-            part = learner.observe(tokens)
-            scored, loss = scored + part.scored, loss + part.loss_sum
-            seen = part if seen is None else seen.then(part)
+            seen = seen.then(learner.observe(tokens))
         learner.history = learner.history[:0]
-        assert seen is not None, "there is a text"
         seen = seen.then(learner.flush())
         live = tensors_of(held)
         change = change_of(before, live, undo)
@@ -169,7 +167,7 @@ class Teacher:
         touched = {str(n): change.patches(f"weights/blocks.{n}.ffn.") for n in learner.layers}
         tensors = change.tensors()
         answer = {
-            "version": version, "source": source, "loss": loss / scored if scored else math.nan,
+            "version": version, "source": source, "loss": seen.loss,
             "tokens": seen.tokens, "taught": seen.taught, "held_back": seen.held_back, "patches": touched,
             "bytes": sum(tensor.nbytes for tensor in tensors.values()), "canaries": figures,
         }  # fmt: skip
@@ -396,16 +394,16 @@ class Teacher:
 
 def last_changes(history: list[dict[str, Any]]) -> dict[str, int]:
     """Source -> the version that last changed what is there of it."""
-    now: dict[str, int] = {}
-    then = {0: now}
+    found: dict[str, int] = {}
+    at = {0: found}
     for line in history:
         if line["kind"] == "rollback":
-            now = then.get(line["to"], {})
+            found = at.get(line["to"], {})
         else:
-            now = {name: version for name, version in now.items() if name != line["source"]}
-            now |= {line["source"]: line["version"]} if line["kind"] == "lesson" else {}
-        then[line["version"]] = now
-    return now
+            found = {name: version for name, version in found.items() if name != line["source"]}
+            found |= {line["source"]: line["version"]} if line["kind"] == "lesson" else {}
+        at[line["version"]] = found
+    return found
 
 
 def worst_drift(figures: dict[str, Any]) -> float:
