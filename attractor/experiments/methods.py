@@ -8,10 +8,10 @@ that is one line, `Guard({"base": base, "adapted": adapter.model})`, and so ever
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from attractor.continual.learner import OnlineLearner
 from attractor.continual.overlay import Branch
 from attractor.data import Batch
 from attractor.evaluate import autocast
-from attractor.model import GPT
+from attractor.model import GPT, Block
 
 CLIP = 1.0
 """On the norm of gradients, the same for every method."""
@@ -39,6 +39,7 @@ class Situation:
     by_domain: Sequence[Batch]  # (N, T) sequences of each domain of the old text
     background: np.ndarray  # tokens of the old text, for a learner that ranks patches
     rate: float
+    others_rate: float = 1.0  # factor on the rate of what is outside the feed-forward layers
     batch_size: int = 32
     seed: int = 0
 
@@ -46,7 +47,8 @@ class Situation:
         return autocast(self.base.embedding.weight.device, "auto")
 
     def options(self) -> dict[str, Any]:
-        return {"learning_rate": self.rate, "clip_norm": CLIP, "dropout": False, "autocast": self.cast}
+        return {"learning_rate": self.rate, "others_rate": self.others_rate, "clip_norm": CLIP,
+                "dropout": False, "autocast": self.cast}  # fmt: skip
 
     @property
     def memory(self) -> Batch:
@@ -105,6 +107,12 @@ def _fine_tune(train: Any) -> Any:
     return _baseline(lambda model, s: FineTune(model, train, **s.options()))
 
 
+def _blocks_without_norms(model: GPT, s: Situation) -> FineTune:
+    """What an overlay of patches and attention trains, in a dense model: no embedding, no norms."""
+    parts = [part for block in cast(Iterable[Block], model.blocks) for part in (block.attention, block.ffn)]
+    return FineTune(model, [p for part in parts for p in part.parameters()], **s.options())
+
+
 def _lora(targets: Any) -> Any:
     return _baseline(lambda model, s: LoRA(model, 16, 32, targets=targets, seed=s.seed, **s.options()))
 
@@ -159,7 +167,9 @@ def _overlay(
 ) -> Callable[[Situation], Adapter]:
     def make(s: Situation) -> Adapter:
         branch = Branch(s.base, roles=PAPER_ROLES, attention=attention, rank=16, also=also, seed=s.seed)
-        update = UpdateConfig(train=PAPER_ROLES, learning_rate=s.rate, clip_norm=CLIP)
+        update = UpdateConfig(
+            train=PAPER_ROLES, learning_rate=s.rate, others_rate=s.others_rate, clip_norm=CLIP
+        )
         config = LearnConfig(update=update)
         learner = OnlineLearner(branch.model, config=config, others=branch.others)
         trained = sum(p.numel() for _, _, p in learner.update.parameters())
@@ -171,6 +181,7 @@ def _overlay(
 METHODS = {
     "dense, full": Method("dense", _fine_tune("all")),
     "dense, FFN only": Method("dense", _fine_tune("ffn")),
+    "dense, FFN + attention": Method("dense", _baseline(_blocks_without_norms)),
     "dense, LoRA on FFN": Method("dense", _lora("ffn")),
     "dense, LoRA on all": Method("dense", _lora("all")),
     "dense, EWC 10": Method("dense", _ewc(10.0)),

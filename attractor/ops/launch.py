@@ -9,6 +9,8 @@ SEGMENT = 512
 """Pairs of one patch that one program adds up for the patch's gradients."""
 CHUNK = 64
 """Pairs that one program of the counting sort places."""
+LITTLE = 160_000
+"""Bytes of shared memory that a block has on A100, H100 and later, and on smaller GPUs not."""
 
 
 def triton_type(dtype: torch.dtype) -> Any:
@@ -18,13 +20,13 @@ def triton_type(dtype: torch.dtype) -> Any:
 
 
 def little_shared_memory() -> bool:
-    """Fewer than the 160 KB a block that A100, H100 and later have: then tiles wait in shorter queues."""
+    """Then tiles are smaller, and wait in shorter queues."""
     if not torch.cuda.is_available():
         return False
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     # not every build of torch tells the larger figure
     most = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
-    return most < 160_000
+    return most < LITTLE
 
 
 def power(number: int, least: int = 1) -> int:
@@ -84,8 +86,12 @@ class Shape(NamedTuple):
             "encoder_backward": {"BN": 128, "BD": 64, "num_warps": 4, "num_stages": 3},
             "sum_parts": {"BD": 128, "BT": 16, "num_warps": 4},
         }[kernel]  # fmt: skip
-        if "num_stages" in chosen and little_shared_memory():
-            chosen = chosen | {"num_stages": 2}
+        # tiles are as wide as the code: of a wide one, smaller and fewer fit into shared memory
+        little, code_bytes = little_shared_memory(), power(self.r, 16) * self.dtype.itemsize
+        crowded = max(1, code_bytes // (256 if little else 512))
+        if "num_stages" in chosen and (little or crowded > 1):
+            smaller = {name: max(16, chosen[name] // crowded) for name in ("BD", "BN") if name in chosen}
+            chosen = chosen | smaller | {"num_stages": 2}
         return chosen | {"BD": min(chosen["BD"], power(self.d, 16))} if "BD" in chosen else chosen
 
 

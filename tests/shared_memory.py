@@ -1,0 +1,81 @@
+"""How much shared memory the kernels need: compiled for a GPU that need not be there, and not run.
+
+    python tests/shared_memory.py 86 256 bfloat16       compute capability 8.6, rank 256
+
+prints JSON, kernel -> bytes. TRITON_INTERPRET must not be set: the interpreter has no compiler.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from attractor.ops import fused, kernels, launch
+
+MOST = {80: 166_912, 86: 101_376, 90: 232_448}
+"""Bytes of shared memory that a block may have, by compute capability (CUDA programming guide)."""
+POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32"}
+NUMBERS = {bool: "i1", int: "i32", float: "fp32"}
+OPTIONS = ("num_warps", "num_stages")
+
+
+class Recorder:
+    """Stands in for a kernel, and remembers how it was called."""
+
+    def __init__(self, kernel: Any, launches: list[tuple[Any, dict[str, Any], dict[str, Any]]]) -> None:
+        self.kernel, self.launches = kernel, launches
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        def launched(*positional: Any, **named: Any) -> None:
+            options = {name: named.pop(name) for name in OPTIONS if name in named}
+            arguments = dict(zip(self.kernel.arg_names, positional, strict=False)) | named
+            self.launches.append((self.kernel, arguments, options))
+
+        return launched
+
+
+def launches_of(rank: int, dtype: torch.dtype) -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
+    """What a training step launches; nothing runs."""
+    found: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
+    for name, kernel in vars(kernels).copy().items():
+        if isinstance(kernel, triton.runtime.jit.JITFunction):
+            setattr(kernels, name, Recorder(kernel, found))
+    dim, patches = 384, 64
+    z, P, a = torch.zeros(16384, dim), torch.zeros(patches, dim), torch.zeros(patches, rank)
+    V, U = torch.zeros(dim, rank, dtype=dtype), torch.zeros(patches, rank, dim, dtype=dtype)
+    update, idx, w, _, s, *rest = fused.fused(z, P, V, a, a, U, None, 4, 0.07, 1.0, True, dtype, True)
+    fused.fused_backward(update, None, None, z, P, V, a, a, U, idx, w, s, *rest, 0.07, 1.0, True)
+    return found
+
+
+def shared_memory(kernel: Any, arguments: dict[str, Any], options: dict[str, Any], capability: int) -> int:
+    signature, constants, attributes = {}, {}, {}
+    for place, parameter in enumerate(kernel.params):
+        value = arguments[parameter.name]
+        if parameter.is_constexpr or value is None:
+            signature[parameter.name] = "constexpr"
+            constants[(place,)] = value
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = POINTERS[value.dtype]
+            attributes[(place,)] = [["tt.divisibility", 16]]
+        else:
+            signature[parameter.name] = NUMBERS[type(value)]
+    source = ASTSource(kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return int(compiled.metadata.shared)
+
+
+if __name__ == "__main__":
+    capability, rank, dtype = int(sys.argv[1]), int(sys.argv[2]), getattr(torch, sys.argv[3])
+    torch.set_float32_matmul_precision("high")  # what needs the most
+    launch.little_shared_memory = lambda: MOST[capability] < launch.LITTLE
+    needs = {
+        kernel.__name__: shared_memory(kernel, arguments, options, capability)
+        for kernel, arguments, options in launches_of(rank, dtype)
+    }
+    print(json.dumps(needs))
