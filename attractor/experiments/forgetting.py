@@ -3,17 +3,18 @@
     attractor experiment forgetting --size smoke
     attractor experiment forgetting --size full     one GPU, ten minutes
 
-Each method has its best rate of the same four on every shift, by B's validation text. "A" is the domain the
-models were pretrained on, "B" the new one; ratios below 1 are in favour of the first.
+Each method has its best rate on every shift, by B's validation text: all begin with the same two rates of one
+ladder and go up or down it until both neighbours of the best are worse. "A" is the domain the models were
+pretrained on, "B" the new one; ratios below 1 are in favour of the first.
 """
 
-import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from attractor.experiments.benchmark import Benchmark
+from attractor.experiments.benchmark import Benchmark, Cells
 from attractor.experiments.grid import Values
 from attractor.experiments.plan import HOME, PAPER, TUNED_ON
 from attractor.experiments.result import write_result
@@ -22,31 +23,27 @@ from attractor.experiments.statistics import interval, transfer
 from attractor.experiments.streams import GUARDED
 
 COMPARED = (
-    "dense, FFN only", "APN, overlay", "dense, full", "APN, overlay + attention", "APN, overlay + all"
+    "dense, FFN only", "APN, overlay", "dense, FFN + attention", "APN, overlay + attention", "dense, full",
+    "APN, overlay + all",
 )  # fmt: skip
 SPEED_OF = "APN, overlay"
+LOWEST_RATE = 1e-4
+"""Below the rates of the plan."""
 
 
 def run(bench: Benchmark, result: Path, *, seed: int = 0) -> dict[str, Any]:
     targets = [name for name in bench.targets if name != PAPER]
     pretrained = bench.run(bench.pretrain("dense", HOME, seed) | bench.pretrain("apn", HOME, seed))
-    rates, order = bench.plan.rates[:4], [HOME, targets[0], targets[-1], HOME]
-    cells = bench.harm(seed)
-    for rate in rates:
-        for shift, method in itertools.product(targets, COMPARED):
-            cells |= bench.adapt(method, HOME, shift, seed, rate)
-        cells |= bench.stream(GUARDED, [HOME, TUNED_ON], seed, rate)
-    done = bench.run(cells)
-    shifts = {
-        shift: {
-            method: best_of([done[name] for rate in rates for name in
-                             bench.adapt(method, HOME, shift, seed, rate)], rates)
-            for method in COMPARED
-        }
-        for shift in targets
+    order, trial = [HOME, targets[0], targets[-1], HOME], [HOME, TUNED_ON]
+    searched: dict[Any, Callable[[float], Cells]] = {
+        (shift, method): partial(bench.adapt, method, HOME, shift, seed)
+        for shift in targets for method in COMPARED
     }  # fmt: skip
-    tried = {rate: done[next(iter(bench.stream(GUARDED, [HOME, TUNED_ON], seed, rate)))] for rate in rates}
-    chosen = best_rate({rate: finite(part["progressive"][1]) for rate, part in tried.items()})
+    ladder = (LOWEST_RATE, *bench.plan.rates)
+    tried = climb(bench, ladder, searched | {GUARDED: partial(bench.stream, GUARDED, trial, seed)})
+    (harm,) = bench.run(bench.harm(seed)).values()
+    shifts = {shift: {method: best_of(tried[shift, method]) for method in COMPARED} for shift in targets}
+    chosen = best_rate({rate: loss_of(cell) for rate, cell in tried[GUARDED].items()})
     stream_rate = chosen["rate"]
     settles_on = targets[-1]
     speed_rate = shifts[settles_on][SPEED_OF]["rate"]
@@ -56,7 +53,7 @@ def run(bench: Benchmark, result: Path, *, seed: int = 0) -> dict[str, Any]:
         "experiment": "forgetting", "size": bench.size, "seed": seed, "device": bench.device,
         "pretrained": {name: part["val_ppl"] for name, part in pretrained.items()},
         "config": {name: part["config"] for name, part in pretrained.items()}, "texts": bench.hashes,
-        "rates": rates, "shifts": shifts, "harm": done[f"harm-{seed}"],
+        "rates": ladder, "shifts": shifts, "harm": harm,
         "stream": {**stream, **chosen, **transfer(stream["matrix"], stream["order"])},
         "speed": speed,
     }  # fmt: skip
@@ -64,11 +61,33 @@ def run(bench: Benchmark, result: Path, *, seed: int = 0) -> dict[str, Any]:
     return {**values, "shows": shows(values)}
 
 
-def best_of(cells: Sequence[Values], rates: Sequence[float]) -> dict[str, Any]:
+def climb(
+    bench: Benchmark, ladder: Sequence[float], searched: Mapping[Any, Callable[[float], Cells]]
+) -> dict[Any, dict[float, Values]]:
+    """What each came to with the rates it tried, until the neighbours of its best rate are among them."""
+    tried: dict[Any, dict[float, Values]] = {key: {} for key in searched}
+    middle = len(ladder) // 2
+    asked = {key: set(ladder[middle - 1 : middle + 1]) for key in searched}
+    while any(asked.values()):
+        cells = {(key, rate): searched[key](rate) for key, rates in asked.items() for rate in sorted(rates)}
+        done = bench.run({name: cell for part in cells.values() for name, cell in part.items()})
+        for (key, rate), part in cells.items():
+            tried[key][rate] = done[next(iter(part))]
+        for key, results in tried.items():
+            best = ladder.index(min(results, key=lambda rate: loss_of(results[rate])))
+            asked[key] = set(ladder[max(0, best - 1) : best + 2]) - results.keys()
+    return tried
+
+
+def loss_of(cell: Values) -> float:
+    """What a rate is chosen by: B's validation text or, of a stream, what was read before it was learned."""
+    return finite(cell["best"]["validation"] if "best" in cell else cell["progressive"][1])
+
+
+def best_of(cells: Mapping[float, Values]) -> dict[str, Any]:
     """The rate with the best validation loss, and what every rate came to."""
-    found = {rate: finite(cell["best"]["validation"]) for rate, cell in zip(rates, cells, strict=True)}
-    chosen = best_rate(found)
-    return {**cells[list(found).index(chosen["rate"])], "rate": chosen["rate"], "at_edge": chosen["at_edge"],
+    chosen = best_rate({rate: loss_of(cells[rate]) for rate in sorted(cells)})
+    return {**cells[chosen["rate"]], "rate": chosen["rate"], "at_edge": chosen["at_edge"],
             "validation_by_rate": chosen["validation"]}  # fmt: skip
 
 
@@ -106,6 +125,12 @@ def shows(values: dict[str, Any]) -> list[dict[str, Any]]:
         ("patches only, guarded / dense FFN only", "APN, overlay", "dense, FFN only", 1.0),
         ("patches and attention, guarded / dense full", "APN, overlay + attention", "dense, full", 1.05),
         ("patches and all, guarded / dense full", "APN, overlay + all", "dense, full", 1.05),
+        (
+            "patches and attention, guarded / dense FFN and attention",
+            "APN, overlay + attention",
+            "dense, FFN + attention",
+            1.05,
+        ),
     ):
         ratios = {shift: ratio(part[ours], part[theirs]) for shift, part in shifts.items()}
         row(f"B, {what}", most, {shift: found[0] for shift, found in ratios.items()})
