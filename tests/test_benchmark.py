@@ -164,6 +164,47 @@ def test_shifts(bench, tmp_path, monkeypatch):
     assert files == {path: path.stat().st_mtime_ns for path in (bench.folder / "cells").iterdir()}
 
 
+class Ladder:
+    """Stands in for a benchmark: the loss of a rate is its distance from the best one."""
+
+    def __init__(self):
+        self.rounds = []
+
+    def run(self, cells):
+        self.rounds.append(sorted(cells))
+        return {
+            name: {"best": {"validation": None if best is None else abs(math.log(rate / best))}}
+            for name, (rate, best) in cells.items()
+        }
+
+    def search(self, best):
+        return lambda rate: {f"{best} {rate:g}": (rate, best)}
+
+
+def test_every_method_climbs_to_the_rate_that_suits_it():
+    rates, bench = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2), Ladder()
+    bests = (1e-4, 3e-4, 1e-3, 3e-3, 3e-2, 1.0)
+    tried = forgetting.climb(bench, rates, {best: bench.search(best) for best in bests})
+    for best in bests[:-1]:
+        chosen = forgetting.best_of(tried[best])
+        assert chosen["rate"] == best
+        place = rates.index(best)
+        assert set(rates[max(0, place - 1) : place + 2]) <= tried[best].keys()
+        assert chosen["at_edge"] == (best in (1e-4, 3e-2))
+    assert forgetting.best_of(tried[1.0])["rate"] == 3e-2  # the ladder ends
+    assert sorted(tried[1e-3]) == [3e-4, 1e-3, 3e-3]  # and nobody tries more than it needs
+    assert sorted(tried[3e-3]) == [1e-3, 3e-3, 1e-2]
+    names = [name for names in bench.rounds for name in names]
+    assert len(names) == len(set(names))
+
+
+def test_a_climb_ends_where_every_rate_diverged():
+    bench = Ladder()
+    tried = forgetting.climb(bench, (1e-3, 3e-3, 1e-2), {None: bench.search(None)})
+    assert forgetting.best_of(tried[None])["rate"] in (1e-3, 3e-3)
+    assert len(bench.rounds) <= 3
+
+
 @pytest.mark.slow
 def test_forgetting(bench, tmp_path):
     values = forgetting.run(bench, tmp_path / "forgetting.json")

@@ -53,6 +53,7 @@ CELLS = {
     "APN, overlay": cell(3.1, 0.8, 0.4, routed=True),
     "APN, overlay + attention": cell(3.1, 0.9, 0.5, routed=True),
     "APN, overlay + all": cell(3.1, 1.0, 0.7, routed=True),
+    "dense, FFN + attention": cell(3.0, 0.95, 0.7),
 }  # fmt: skip
 
 
