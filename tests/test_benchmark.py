@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from attractor.config import APNConfig, GPTConfig, RunConfig
 from attractor.continual.overlay import fingerprint
-from attractor.experiments import adapting, forgetting, match, sensitivity, shifts, streams
+from attractor.experiments import adapting, forgetting, match, rates, sensitivity, shifts, streams
 from attractor.experiments.benchmark import Benchmark, slug
 from attractor.experiments.methods import METHODS, Situation
 from attractor.experiments.plan import HOME, KINDS, domain, plan_of, read_domains
@@ -182,14 +182,14 @@ class Ladder:
 
 
 def test_every_method_climbs_to_the_rate_that_suits_it():
-    rates, bench = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2), Ladder()
+    ladder, bench = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2), Ladder()
     bests = (1e-4, 3e-4, 1e-3, 3e-3, 3e-2, 1.0)
-    tried = forgetting.climb(bench, rates, {best: bench.search(best) for best in bests})
+    tried = rates.climb(bench, ladder, {best: bench.search(best) for best in bests})
     for best in bests[:-1]:
         chosen = forgetting.best_of(tried[best])
         assert chosen["rate"] == best
-        place = rates.index(best)
-        assert set(rates[max(0, place - 1) : place + 2]) <= tried[best].keys()
+        place = ladder.index(best)
+        assert set(ladder[max(0, place - 1) : place + 2]) <= tried[best].keys()
         assert chosen["at_edge"] == (best in (1e-4, 3e-2))
     assert forgetting.best_of(tried[1.0])["rate"] == 3e-2  # the ladder ends
     assert sorted(tried[1e-3]) == [3e-4, 1e-3, 3e-3]  # and nobody tries more than it needs
@@ -200,7 +200,7 @@ def test_every_method_climbs_to_the_rate_that_suits_it():
 
 def test_a_climb_ends_where_every_rate_diverged():
     bench = Ladder()
-    tried = forgetting.climb(bench, (1e-3, 3e-3, 1e-2), {None: bench.search(None)})
+    tried = rates.climb(bench, (1e-3, 3e-3, 1e-2), {None: bench.search(None)})
     assert forgetting.best_of(tried[None])["rate"] in (1e-3, 3e-3)
     assert len(bench.rounds) <= 3
 
@@ -308,11 +308,18 @@ def test_transfer_of_a_stream():
 
 
 def test_the_rate_is_chosen_and_told():
-    chosen = shifts.best_rate({1e-3: 2.0, 1e-2: 1.0, 1e-1: math.inf})
+    def of(losses):
+        return rates.best_rate({rate: {"best": {"validation": loss}} for rate, loss in losses.items()})
+
+    chosen = of({1e-1: math.inf, 1e-3: 2.0, 1e-2: 1.0})  # in whatever order they were tried
     assert (chosen["rate"], chosen["at_edge"], chosen["tied"]) == (1e-2, False, False)
-    assert shifts.best_rate({1e-3: 1.0, 1e-2: 2.0})["at_edge"]
-    tied = shifts.best_rate({1e-3: 2.0, 1e-2: 2.0, 1e-1: 2.0})
+    assert of({1e-3: 1.0, 1e-2: 2.0})["at_edge"]
+    tied = of({1e-3: 2.0, 1e-2: 2.0, 1e-1: 2.0})
     assert (tied["rate"], tied["tied"], tied["at_edge"]) == (1e-2, True, False)
+    assert (
+        rates.best_rate({1e-3: {"progressive": [9.0, None]}, 1e-2: {"progressive": [9.0, 3.0]}})["rate"]
+        == 1e-2
+    )
 
 
 def adapt_once(bench, monkeypatch=None, **changes):

@@ -1,5 +1,6 @@
 """Pretrain a model, and adapt it by one method to one new domain: the cells of the benchmark."""
 
+import copy
 import itertools
 import math
 import time
@@ -101,9 +102,8 @@ def adapt(settings: Settings, folder: Path) -> Values:
             if step == 0:
                 first = alone
             if validation < lowest:
-                lowest, guard = validation, meter.guarded(adapter.model)
-                best = {"step": step, "validation": validation, "alone": alone}
-                best |= {"guarded": meter.measure(guard), **sizes(adapter, base)}
+                lowest, kept = validation, copy.deepcopy(adapter.model)
+                best = {"step": step, "validation": validation, "alone": alone, **sizes(adapter, base)}
         if step == plan.steps:
             break
         started = time.perf_counter()
@@ -113,6 +113,8 @@ def adapt(settings: Settings, folder: Path) -> Values:
             diverged = step
             break
         seconds += time.perf_counter() - started
+    guard = meter.guarded(kept)
+    best["guarded"] = meter.measure(guard)
     return {
         "before": first, "best": best, "diverged": diverged, "trajectory": trajectory,
         "trained": adapter.trained,

@@ -9,7 +9,7 @@ pretrained on, "B" the new one; ratios below 1 are in favour of the first.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,8 @@ from typing import Any
 from attractor.experiments.benchmark import Benchmark, Cells
 from attractor.experiments.grid import Values
 from attractor.experiments.plan import HOME, PAPER, TUNED_ON
+from attractor.experiments.rates import best_rate, climb
 from attractor.experiments.result import write_result
-from attractor.experiments.shifts import best_rate, finite
 from attractor.experiments.statistics import interval, transfer
 from attractor.experiments.streams import GUARDED
 
@@ -27,8 +27,6 @@ COMPARED = (
     "APN, overlay + all",
 )  # fmt: skip
 SPEED_OF = "APN, overlay"
-LOWEST_RATE = 1e-4
-"""Below the rates of the plan."""
 
 
 def run(bench: Benchmark, result: Path, *, seed: int = 0) -> dict[str, Any]:
@@ -39,11 +37,10 @@ def run(bench: Benchmark, result: Path, *, seed: int = 0) -> dict[str, Any]:
         (shift, method): partial(bench.adapt, method, HOME, shift, seed)
         for shift in targets for method in COMPARED
     }  # fmt: skip
-    ladder = (LOWEST_RATE, *bench.plan.rates)
-    tried = climb(bench, ladder, searched | {GUARDED: partial(bench.stream, GUARDED, trial, seed)})
+    tried = climb(bench, bench.plan.rates, searched | {GUARDED: partial(bench.stream, GUARDED, trial, seed)})
     (harm,) = bench.run(bench.harm(seed)).values()
     shifts = {shift: {method: best_of(tried[shift, method]) for method in COMPARED} for shift in targets}
-    chosen = best_rate({rate: loss_of(cell) for rate, cell in tried[GUARDED].items()})
+    chosen = best_rate(tried[GUARDED])
     stream_rate = chosen["rate"]
     settles_on = targets[-1]
     speed_rate = shifts[settles_on][SPEED_OF]["rate"]
@@ -53,7 +50,7 @@ def run(bench: Benchmark, result: Path, *, seed: int = 0) -> dict[str, Any]:
         "experiment": "forgetting", "size": bench.size, "seed": seed, "device": bench.device,
         "pretrained": {name: part["val_ppl"] for name, part in pretrained.items()},
         "config": {name: part["config"] for name, part in pretrained.items()}, "texts": bench.hashes,
-        "rates": ladder, "shifts": shifts, "harm": harm,
+        "rates": bench.plan.rates, "shifts": shifts, "harm": harm,
         "stream": {**stream, **chosen, **transfer(stream["matrix"], stream["order"])},
         "speed": speed,
     }  # fmt: skip
@@ -61,32 +58,9 @@ def run(bench: Benchmark, result: Path, *, seed: int = 0) -> dict[str, Any]:
     return {**values, "shows": shows(values)}
 
 
-def climb(
-    bench: Benchmark, ladder: Sequence[float], searched: Mapping[Any, Callable[[float], Cells]]
-) -> dict[Any, dict[float, Values]]:
-    """What each came to with the rates it tried, until the neighbours of its best rate are among them."""
-    tried: dict[Any, dict[float, Values]] = {key: {} for key in searched}
-    middle = len(ladder) // 2
-    asked = {key: set(ladder[middle - 1 : middle + 1]) for key in searched}
-    while any(asked.values()):
-        cells = {(key, rate): searched[key](rate) for key, rates in asked.items() for rate in sorted(rates)}
-        done = bench.run({name: cell for part in cells.values() for name, cell in part.items()})
-        for (key, rate), part in cells.items():
-            tried[key][rate] = done[next(iter(part))]
-        for key, results in tried.items():
-            best = ladder.index(min(results, key=lambda rate: loss_of(results[rate])))
-            asked[key] = set(ladder[max(0, best - 1) : best + 2]) - results.keys()
-    return tried
-
-
-def loss_of(cell: Values) -> float:
-    """What a rate is chosen by: B's validation text or, of a stream, what was read before it was learned."""
-    return finite(cell["best"]["validation"] if "best" in cell else cell["progressive"][1])
-
-
 def best_of(cells: Mapping[float, Values]) -> dict[str, Any]:
-    """The rate with the best validation loss, and what every rate came to."""
-    chosen = best_rate({rate: loss_of(cells[rate]) for rate in sorted(cells)})
+    """What the best rate came to, and the validation loss of every rate."""
+    chosen = best_rate(cells)
     return {**cells[chosen["rate"]], "rate": chosen["rate"], "at_edge": chosen["at_edge"],
             "validation_by_rate": chosen["validation"]}  # fmt: skip
 

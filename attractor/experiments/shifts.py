@@ -4,13 +4,14 @@
     attractor experiment shifts --size full         one GPU, an hour, in pieces as short as you like
 
 Byte-level models are pretrained on one domain and on a mixture, and adapted to others. Every method sees
-as many tokens, with the same schedule; its learning rate is the best of the same
-few on the validation text of one shift, and then frozen; it stops early on B's validation text; what is
-reported is measured on whole test texts that nothing was chosen by. Each cell of the grid is a JSON file.
+as many tokens, with the same schedule; its learning rate is the best of the same few on the validation text
+of one shift (found by climbing from the middle), and then frozen; it stops early on B's validation text; what
+is reported is measured on whole test texts that nothing was chosen by. Each cell of the grid is a JSON file.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from attractor.experiments.benchmark import Benchmark
 from attractor.experiments.grid import Values
 from attractor.experiments.methods import METHODS
 from attractor.experiments.plan import HOME, KINDS, TUNED_ON
+from attractor.experiments.rates import best_rate, climb
 from attractor.experiments.result import write_result
 from attractor.experiments.statistics import gain_fraction, hypervolume, interval, transfer
 from attractor.experiments.streams import LEARNERS
@@ -84,36 +86,10 @@ def run(bench: Benchmark, result: Path, *, methods: Sequence[str] = tuple(METHOD
     return values
 
 
-def finite(loss: float | None) -> float:
-    return loss if loss is not None and math.isfinite(loss) else math.inf
-
-
-def best_rate(losses: Mapping[float, float]) -> dict[str, Any]:
-    """The rate with the lowest loss, and what to know about that: is it at an edge, did it matter at all?"""
-    tied = len(set(losses.values())) == 1 and len(losses) > 1
-    rates = sorted(losses)
-    chosen = rates[len(rates) // 2] if tied else min(losses, key=lambda rate: losses[rate])
-    return {
-        "rate": chosen, "at_edge": not tied and len(rates) > 1 and chosen in (rates[0], rates[-1]),
-        "tied": tied, "validation": {str(rate): loss for rate, loss in losses.items()},
-    }  # fmt: skip
-
-
 def tune(bench: Benchmark, methods: Iterable[str]) -> dict[str, Any]:
     """For every method the rate with the best validation loss of one shift, with the first seed."""
-    cells = {
-        (method, rate): bench.adapt(method, HOME, TUNED_ON, 0, rate)
-        for method in methods for rate in bench.plan.rates
-    }  # fmt: skip
-    done = bench.run({name: cell for part in cells.values() for name, cell in part.items()})
-    tuned = {}
-    for method in methods:
-        validation = {
-            rate: finite(done[next(iter(cells[method, rate]))]["best"]["validation"])
-            for rate in bench.plan.rates
-        }
-        tuned[method] = best_rate(validation)
-    return tuned
+    searched = {method: partial(bench.adapt, method, HOME, TUNED_ON, 0) for method in methods}
+    return {method: best_rate(cells) for method, cells in climb(bench, bench.plan.rates, searched).items()}
 
 
 def summary(cells: Sequence[Values], full: Sequence[Values], old: Sequence[str]) -> dict[str, Any]:
@@ -190,19 +166,9 @@ def _block_differences(now: dict[str, Any], then: dict[str, Any], names: Sequenc
 def run_streams(bench: Benchmark) -> dict[str, Any]:
     """Each learner with its best rate by the progressive loss on the first new domain, for every seed."""
     order = [name for name in STREAM if name == HOME or name in bench.targets]
-    trial = [HOME, TUNED_ON]
-    tried = bench.run(
-        {
-            name: cell
-            for method in LEARNERS for rate in bench.plan.rates
-            for name, cell in bench.stream(method, trial, 0, rate).items()
-        }
-    )  # fmt: skip
-    chosen = {}
-    for method in LEARNERS:
-        found = {rate: tried[next(iter(bench.stream(method, trial, 0, rate)))] for rate in bench.plan.rates}
-        progressive = {rate: finite(values["progressive"][1]) for rate, values in found.items()}
-        chosen[method] = best_rate(progressive)
+    searched = {method: partial(bench.stream, method, [HOME, TUNED_ON], 0) for method in LEARNERS}
+    tried = climb(bench, bench.plan.rates, searched)
+    chosen = {method: best_rate(cells) for method, cells in tried.items()}
     cells = {
         (method, seed): bench.stream(method, order, seed, chosen[method]["rate"])
         for method in LEARNERS for seed in range(bench.plan.seeds)
