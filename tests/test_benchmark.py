@@ -316,10 +316,8 @@ def test_the_rate_is_chosen_and_told():
     assert of({1e-3: 1.0, 1e-2: 2.0})["at_edge"]
     tied = of({1e-3: 2.0, 1e-2: 2.0, 1e-1: 2.0})
     assert (tied["rate"], tied["tied"], tied["at_edge"]) == (1e-2, True, False)
-    assert (
-        rates.best_rate({1e-3: {"progressive": [9.0, None]}, 1e-2: {"progressive": [9.0, 3.0]}})["rate"]
-        == 1e-2
-    )
+    streams_ = {rate: {"progressive": [9.0, loss]} for rate, loss in {1e-3: None, 1e-2: 3.0}.items()}
+    assert rates.best_rate(streams_)["rate"] == 1e-2
 
 
 def adapt_once(bench, monkeypatch=None, **changes):
@@ -337,6 +335,7 @@ def test_the_best_step_is_chosen_by_validation_and_not_by_test(bench, monkeypatc
     assert [point["validation"] for point in told["trajectory"]] == [1.0, 2.0, 3.0]
     assert told["best"]["step"] == 0
     assert told["best"]["alone"] == told["before"]
+    assert told["best"]["guarded"]["B"]["loss"] == pytest.approx(told["before"]["B"]["loss"], abs=1e-5)
     assert told["trajectory"][-1]["losses"]["B"] < told["before"]["B"]["loss"]
 
 
