@@ -140,7 +140,7 @@ def _is_number(value: Any) -> bool:
 def match(result: Result) -> Table:
     columns = [Column("text", words=True), Column("model", words=True),
                Column("validation loss, nats"), Column("perplexity"), Column("seeds"), Column("parameters"),
-               Column("multiply-adds per token")]  # fmt: skip
+               Column("multiply-adds per token"), Column("weight decay", main=False)]  # fmt: skip
     lines = []
     for dataset, models in result.values["datasets"].items():
         for model, row in models.items():
@@ -151,7 +151,7 @@ def match(result: Result) -> Table:
             lines.append([
                 name(dataset), name(model), number(mean, ".4f", spread), number(perplexity),
                 number(len(losses), "d"), count(row.get("parameters")),
-                count(row.get("multiply_adds_per_token")),
+                count(row.get("multiply_adds_per_token")), number(row.get("weight_decay"), "g"),
             ])  # fmt: skip
     return Table("Mean over seeds, and the smallest and largest", columns, lines)
 

@@ -1,10 +1,11 @@
-"""APN against dense, MoE and Switch at equal parameters, and at equal multiply-adds per token.
+"""APN against dense, MoE and Switch at equal parameters, and at no more multiply-adds per token.
 
     attractor experiment match --size smoke
 
 Characters of one text, bytes of a mixture, byte pairs of the same mixture. No model gets more training than
-another: the same steps, batches, schedule and dropout; the best validation loss of each counts. On the one
-text, which is small, all have dropout and stop early, and APN has patch dropout; on the mixture nobody does.
+another: the same steps, batches and schedule; the best validation loss of each counts. The one text is small
+and is learned by heart: there all have dropout, stop early, and each has the weight decay that suits it best
+of the same two; APN has patch dropout. On the mixture nobody has any of that.
 """
 
 import dataclasses
@@ -14,65 +15,70 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attractor import presets
-from attractor.config import APNConfig, GPTConfig, MoEConfig, RunConfig
+from attractor.config import APNConfig, FFNName, GPTConfig, MoEConfig, RunConfig
 from attractor.experiments.benchmark import Benchmark, slug
 from attractor.experiments.grid import Values
 from attractor.experiments.plan import HOME
 from attractor.experiments.result import write_result
 
 DENSE = "dense"
+DECAYS = (0.1, 1.0)
+"""Of weights, where a text is small."""
 
 
 def apn_of_parameters(model: GPTConfig, apn: APNConfig) -> APNConfig:
-    """As many patches as have the parameters of a dense FFN, 8 d^2."""
-    d, r = model.dim, apn.rank
-    patches = round((8 * d * d - d * r) / (d + 2 * r + r * d))
-    return dataclasses.replace(apn, num_patches=max(patches, apn.top_k))
+    """As many patches of twice the rank as have the parameters of a dense FFN, 8 d^2; half as many active.
 
-
-def apn_of_multiply_adds(model: GPTConfig, apn: APNConfig) -> APNConfig:
-    """As many active patches of twice the rank as cost no more than a dense FFN."""
+    Twice the rank, because few wide patches predict better than many narrow ones.
+    """
     d, r = model.dim, 2 * apn.rank
-    top_k = (8 * d * d - d * apn.num_patches - d * r) // (d * r)
-    return dataclasses.replace(apn, rank=r, top_k=max(1, min(top_k, apn.num_patches)))
+    patches = max(2, round((8 * d * d - d * r) / (d + 2 * r + r * d)))
+    active = min(max(2, apn.top_k // 2), patches)
+    return dataclasses.replace(apn, rank=r, num_patches=patches, top_k=active)
 
 
 def models(bench: Benchmark) -> dict[str, RunConfig]:
+    """No APN has more multiply-adds than dense."""
     plan = bench.plan
-    run, dim = plan.config(DENSE, 0), plan.model.dim
+    run, dim, apn = plan.config(DENSE, 0), plan.model.dim, plan.apn
     experts = plan.moe.num_experts
-    return {
-        DENSE: run,
-        "APN, equal parameters": presets.with_apn(run, apn_of_parameters(plan.model, plan.apn)),
-        "APN, as planned": presets.with_apn(run, plan.apn),
-        "APN, equal multiply-adds": presets.with_apn(run, apn_of_multiply_adds(plan.model, plan.apn)),
-        "MoE, equal parameters": presets.with_mixture(
-            run, "moe", MoEConfig(num_experts=experts, hidden=4 * dim // experts)
-        ),
-        "MoE, equal multiply-adds": presets.with_mixture(run, "moe", MoEConfig(num_experts=experts)),
-        "Switch, equal parameters": presets.with_mixture(
-            run, "switch", MoEConfig(num_experts=experts // 2, hidden=8 * dim // experts)
-        ),
-        "Switch, equal multiply-adds": presets.with_mixture(
-            run, "switch", MoEConfig(num_experts=experts // 2)
-        ),
+    mixtures: dict[str, tuple[FFNName, MoEConfig]] = {
+        "MoE, equal parameters": ("moe", MoEConfig(num_experts=experts, hidden=4 * dim // experts)),
+        "MoE, equal multiply-adds": ("moe", MoEConfig(num_experts=experts)),
+        "Switch, equal parameters": (
+            "switch", MoEConfig(num_experts=experts // 2, hidden=8 * dim // experts)),
+        "Switch, equal multiply-adds": ("switch", MoEConfig(num_experts=experts // 2)),
+    }  # fmt: skip
+    patches = {
+        "APN, equal parameters": apn_of_parameters(plan.model, apn),
+        "APN, as planned": apn,
+        "APN, twice the patches": dataclasses.replace(apn, num_patches=2 * apn.num_patches),
+        "APN, a quarter active": dataclasses.replace(apn, top_k=max(1, apn.top_k // 4)),
+        "APN, the paper's": APNConfig(init="paper", patch_dropout=apn.patch_dropout),
     }
+    return (
+        {DENSE: run}
+        | {name: presets.with_apn(run, config) for name, config in patches.items()}
+        | {name: presets.with_mixture(run, kind, moe) for name, (kind, moe) in mixtures.items()}
+    )
 
 
 class Data(NamedTuple):
     tokenizer: str
     members: list[str]
     is_small: bool = False
-    """A small text is overfitted: models keep the plan's dropout there. Elsewhere they have none."""
+    """A small text is learned by heart: models keep the plan's dropout there. Elsewhere they have none."""
 
-    def of(self, config: RunConfig, steps: int) -> RunConfig:
+    def of(self, config: RunConfig, steps: int) -> list[RunConfig]:
+        """The ways to train a model on this text; the best of them counts."""
         if self.is_small:
-            return config
+            trains = [dataclasses.replace(config.train, weight_decay=decay) for decay in DECAYS]
+            return [dataclasses.replace(config, train=train) for train in trains]
         model = dataclasses.replace(
             config.model, dropout=0.0, apn=dataclasses.replace(config.model.apn, patch_dropout=0.0)
         )
         train = dataclasses.replace(config.train, max_steps=steps, patience=None)
-        return dataclasses.replace(config, model=model, train=train)
+        return [dataclasses.replace(config, model=model, train=train)]
 
 
 def datasets(bench: Benchmark) -> dict[str, Data]:
@@ -82,32 +88,32 @@ def datasets(bench: Benchmark) -> dict[str, Data]:
 
 
 def run(bench: Benchmark, result: Path) -> dict[str, Any]:
+    seeds = range(bench.plan.seeds)
     cells = {
-        (dataset, name, seed): bench.train(
-            slug(name), data.of(config, bench.plan.mixture_steps), data.members, data.tokenizer, seed
+        (dataset, name, way.train.weight_decay, seed): bench.train(
+            f"{slug(name)}-{way.train.weight_decay:g}", way, data.members, data.tokenizer, seed
         )
+        for seed in seeds  # one after the other: whoever stops in between has whole ones
         for dataset, data in datasets(bench).items()
-        for name, config in models(bench).items() for seed in range(bench.plan.seeds)
-    }  # fmt: skip
-    done = bench.run({name: cell for part in cells.values() for name, cell in part.items()})
-
-    def of(dataset: str, name: str) -> list[Values]:
-        return [done[next(iter(cells[dataset, name, seed]))] for seed in range(bench.plan.seeds)]
-
-    found = {
-        dataset: {
-            name: {
-                "val_loss": [part["val_loss"] for part in of(dataset, name)],
-                "best_step": [part["best_step"] for part in of(dataset, name)],
-                "parameters": of(dataset, name)[0]["parameters"],
-                "multiply_adds_per_token": of(dataset, name)[0]["multiply_adds_per_token"],
-                "seconds": [part["training_seconds"] for part in of(dataset, name)],
-                "config": of(dataset, name)[0]["config"],
-            }
-            for name in models(bench)
-        }
-        for dataset in datasets(bench)
+        for name, config in models(bench).items()
+        for way in data.of(config, bench.plan.mixture_steps)
     }
+    done = bench.run({name: cell for part in cells.values() for name, cell in part.items()})
+    tried: dict[tuple[str, str], dict[float, list[Values]]] = {}
+    for (dataset, name, decay, _), part in cells.items():
+        tried.setdefault((dataset, name), {}).setdefault(decay, []).append(done[next(iter(part))])
+    found: dict[str, dict[str, Any]] = {}
+    for (dataset, name), ways in tried.items():
+        losses = {decay: [part["val_loss"] for part in parts] for decay, parts in ways.items()}
+        chosen = min(losses, key=lambda decay: float(np.mean(losses[decay])))
+        parts, first = ways[chosen], ways[chosen][0]
+        found.setdefault(dataset, {})[name] = {
+            "val_loss": losses[chosen], "weight_decay": chosen,
+            "val_loss_by_weight_decay": {str(decay): values for decay, values in losses.items()},
+            "best_step": [part["best_step"] for part in parts],
+            "parameters": first["parameters"], "multiply_adds_per_token": first["multiply_adds_per_token"],
+            "seconds": [part["training_seconds"] for part in parts], "config": first["config"],
+        }  # fmt: skip
     values = {
         "experiment": "match", "size": bench.size, "seeds": bench.plan.seeds, "texts": bench.hashes,
         "mixture": list(bench.mixture), "datasets": found,
