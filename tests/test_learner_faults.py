@@ -17,7 +17,7 @@ STAGES = {
     "second layer": ("attractor.layer.APN.forward", 2),
     "gates": ("attractor.continual.learner.admit", 1),
     "gradients": ("torch.autograd.grad", 1),
-    "planning the last layer": ("attractor.continual.update.LocalUpdate._plan", 2),
+    "planning the last layer": ("attractor.continual.update.LocalUpdate._place", 2),
     "writing": ("attractor.continual.update.write_rows", 3),
     "writing late": ("attractor.continual.update.write_rows", 10),
     "prototypes": ("attractor.continual.prototypes.write_rows", 2),

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from test_layer import build, every_variant
 
 from attractor.continual.config import UpdateConfig
-from attractor.continual.update import LocalUpdate, NotFiniteUpdate, most_specific, taught_patches
+from attractor.continual.update import (
+    LocalUpdate,
+    NotFiniteUpdate,
+    all_finite,
+    most_specific,
+    taught_patches,
+)
 from attractor.layer import PATCH_ROLES, ROLES
 
 EVERYTHING_BY_PATCH = ("decoders", "gates", "prototypes")
@@ -49,6 +55,49 @@ def test_untaught_patches_keep_their_bytes(variant, rule):
                     assert not torch.equal(value[taught], before[key][taught]), key
             else:
                 assert torch.equal(value, before[key]), key
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adamw"])
+def test_all_patches_at_once_or_row_by_row_are_the_same_bytes(rule):
+    """In order they are taken as a whole, in another order they are gathered."""
+    config = UpdateConfig(train=("decoders", "gates", "prototypes", "encoder"), rule=rule, weight_decay=0.1)
+    layers = [build(), build()]
+    updates = [LocalUpdate({0: layer}, config) for layer in layers]
+    every = torch.arange(layers[0].num_patches)
+    for step in range(5):
+        for layer, update, taught in zip(layers, updates, (every, every.flip(0)), strict=True):
+            random_gradients(layer, step)
+            update.step({0: taught})
+        whole, rows = (bytes_of(*pair) for pair in zip(layers, updates, strict=True))
+        assert all(torch.equal(whole[key], rows[key]) for key in whole)
+
+
+def test_a_step_on_all_patches_that_fails_midway_is_taken_back(monkeypatch):
+    layer = build()
+    update = LocalUpdate({0: layer}, UpdateConfig(train=("decoders", "gates", "encoder")))
+    random_gradients(layer, 0)
+    every = torch.arange(layer.num_patches)
+    update.step({0: every})
+    before = bytes_of(layer, update)
+
+    def stops_after_three(targets, values):
+        for target, value in zip(targets[:3], values[:3], strict=True):
+            target.copy_(value)
+        raise MemoryError
+
+    monkeypatch.setattr(torch, "_foreach_copy_", stops_after_three)
+    with pytest.raises(MemoryError):
+        update.step({0: every})
+    after = bytes_of(layer, update)
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_large_numbers_are_finite():
+    """Their sum is not, but each of them is."""
+    tensors = [torch.full((4,), 3e38), torch.ones(2)]
+    assert all_finite(tensors)
+    assert not all_finite([*tensors, torch.tensor([1.0, torch.nan])])
+    assert not all_finite([torch.tensor([-torch.inf])])
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.5])

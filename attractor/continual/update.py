@@ -10,10 +10,11 @@ would still move it. So the rules here read and write the rows of taught patches
 the parameters nor of their own state. A step happens for all layers or, if anything goes wrong, for none.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from attractor.continual.config import UpdateConfig
 from attractor.layer import APN, PATCH_ROLES, ROLES, RoutingStats, check_roles
 
 EPSILON = 1e-8
+MOMENTS = ("mean", "square", "steps")
+"""What AdamW keeps for each parameter, by patch."""
+Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
 class NotFiniteUpdate(RuntimeError):
@@ -30,9 +34,26 @@ class NotFiniteUpdate(RuntimeError):
 
 
 Undo = list[Callable[[], object]]
-Write = tuple[Tensor, Tensor, Tensor]  # where, which rows, what
-Move = tuple[str, Tensor, Tensor, Tensor]  # name, parameter, which rows, how they change
+Write = tuple[Tensor, Tensor | None, Tensor]  # where, which rows (None: all of them), what
 precise = ops.routing_precision  # float32 at least
+
+
+class Part(NamedTuple):
+    """A parameter that learns in a step, or the rows of it that do (None: all of them)."""
+
+    key: str
+    name: str
+    parameter: Tensor
+    rows: Tensor | None
+    by_patch: bool
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return tensor if self.rows is None else tensor[self.rows]
+
+    def gradient(self) -> Tensor:
+        if self.parameter.grad is None:
+            raise ValueError(f"{self.key} has no gradient; call backward() first")
+        return precise(self.of(self.parameter.grad))
 
 
 @contextmanager
@@ -77,6 +98,29 @@ def write_rows(target: Tensor, rows: Tensor, values: Tensor, undo: Undo) -> None
     target[rows] = values.to(target.dtype)
 
 
+@torch.no_grad()
+def write(writes: Sequence[Write], undo: Undo) -> None:
+    """Everything, to be taken back byte by byte."""
+    whole = {target: values for target, rows, values in writes if rows is None}
+    undo += [Overwritten(target, _every_row(len(target), target.device), target.clone()) for target in whole]
+    if whole:
+        torch._foreach_copy_(list(whole), list(whole.values()))
+    for target, rows, values in writes:
+        if rows is not None:
+            write_rows(target, rows, values, undo)
+
+
+@functools.lru_cache(maxsize=64)
+def _every_row(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, device=device)
+
+
+def all_finite(tensors: Sequence[Tensor]) -> bool:
+    """Asked of all at once: each question would wait for the GPU."""
+    total = torch.nn.utils.get_total_norm(tensors, 1.0)
+    return bool(total.isfinite()) or all(bool(tensor.isfinite().all()) for tensor in tensors)
+
+
 def taught_patches(stats: RoutingStats, taught: Tensor | None = None) -> Tensor:
     """The patches that tokens selected (all tokens, or those where `taught` (...) is true), in order."""
     chosen = stats.indices.masked_fill(stats.weights == 0, -1)  # a slot that patch dropout removed
@@ -116,10 +160,25 @@ def most_specific(patches: Tensor, used_here: Tensor, used_before: Tensor, most:
     return patches[best].sort().values
 
 
-def _length(moved: list[Move]) -> Tensor:
+def _length(moved: Sequence[tuple[Part, Tensor]]) -> Tensor:
     """(patches) how far each moves, over all of its parameters."""
-    own = [change.flatten(1).norm(dim=1) for name, _, _, change in moved if ROLES[name] in PATCH_ROLES]
-    return torch.stack(own).norm(dim=0) if own else torch.zeros(1, device=moved[0][3].device)
+    own = [change.flatten(1).norm(dim=1) for part, change in moved if part.by_patch]
+    return torch.stack(own).norm(dim=0) if own else torch.zeros(1, device=moved[0][1].device)
+
+
+def _unbiased(averages: Tensors, decay: float, ages: list[Tensor]) -> list[Tensor]:
+    """What averages that began at zero would be without that."""
+    known = torch._foreach_pow(decay, ages)
+    return [average / (1 - missing) for average, missing in zip(averages, known, strict=True)]
+
+
+def _by_key(parts: Sequence[Part], values: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {part.key: value for part, value in zip(parts, values, strict=True)}
+
+
+def _is_all(patches: Tensor, count: int) -> bool:
+    """Every patch, in order: then nothing has to be gathered."""
+    return len(patches) == count and torch.equal(patches, torch.arange(count, device=patches.device))
 
 
 class LocalUpdate:
@@ -177,93 +236,108 @@ class LocalUpdate:
         """
         if unknown := set(taught) - set(self.layers):
             raise ValueError(f"unknown layers {sorted(map(str, unknown))}")
+        parts = {number: self._parts(number, patches) for number, patches in taught.items()}
+        learning = [part for own in parts.values() for part in own]
+        if not learning:
+            return dict.fromkeys(taught, 0.0)
+        others = [Part(f"other.{name}", name, other, None, False) for name, other in self.others.items()]
         writes: list[Write] = []
-        if self.config.clip_norm is not None:
-            norm = (gradient_scale * self._gradient_norm(taught)).clamp(min=1e-30)
-            scale: float | Tensor = gradient_scale * (self.config.clip_norm / norm).clamp(max=1)
-        else:
-            scale = gradient_scale
-        lengths = {number: self._plan(number, taught[number], scale, writes) for number in taught}
-        if any(len(patches) for patches in taught.values()):
-            for name, parameter in self.others.items():
-                self._plan_whole(f"other.{name}", parameter, scale, writes)
-        if writes and not torch.stack([values.isfinite().all() for _, _, values in writes]).all():
+        changes = self._changes([*learning, *others], gradient_scale, writes)
+        lengths = {
+            number: self._place([(part, changes[part.key]) for part in own], writes)
+            for number, own in parts.items()
+        }
+        for part in others:
+            change = self.config.others_rate * changes[part.key]
+            writes.append((part.parameter, None, precise(part.parameter) + change))
+        if not all_finite([values for _, _, values in writes if values.is_floating_point()]):
             raise NotFiniteUpdate("a gradient or an update is not finite; nothing was changed")
         with all_or_nothing(undo) as undo:
-            for target, rows, values in writes:
-                write_rows(target, rows, values, undo)
-        found = torch.stack(list(lengths.values())).tolist() if lengths else []  # one wait for the GPU
+            write(writes, undo)
+        found = torch.stack(list(lengths.values())).tolist()  # one wait for the GPU
         return dict(zip(lengths, found, strict=True))
 
-    def _gradient_norm(self, taught: Mapping[Any, Tensor]) -> Tensor:
-        """Of what a step on these patches reads."""
-        found = []
-        for number, patches in taught.items():
-            for name, parameter in self.trained(number) if len(patches) else ():
-                if parameter.grad is not None:
-                    read = patches.to(parameter.device) if ROLES[name] in PATCH_ROLES else slice(None)
-                    found.append(precise(parameter.grad[read]))
-        found += [precise(other.grad) for other in self.others.values() if found and other.grad is not None]
-        return torch.nn.utils.get_total_norm(found)
-
-    def _plan(self, number: Any, patches: Tensor, scale: float | Tensor, writes: list[Write]) -> Tensor:
-        """Append what a step on these patches writes; change nothing."""
-        layer, config = self.layers[number], self.config
+    def _parts(self, number: Any, patches: Tensor) -> list[Part]:
+        """What of a layer learns with these patches."""
+        layer = self.layers[number]
         if len(patches) == 0:
-            return torch.zeros((), device=layer.prototypes.device)
+            return []
         if patches.min() < 0 or patches.max() >= layer.num_patches:
             raise ValueError(f"patches {patches.tolist()} must lie in 0 to {layer.num_patches - 1}")
-        patches = patches.to(layer.prototypes.device)
-        moved: list[Move] = []
+        rows = None if _is_all(patches, layer.num_patches) else patches.to(layer.prototypes.device)
+        found = []
         for name, parameter in self.trained(number):
-            if parameter.grad is None:
-                raise ValueError(f"{name} has no gradient; call backward() first")
             by_patch = ROLES[name] in PATCH_ROLES
-            rows = patches if by_patch else torch.arange(parameter.shape[0], device=parameter.device)
-            gradient = precise(parameter.grad[rows]) * scale
-            change = self._change(f"{number}.{name}", gradient, rows, by_patch, writes)
-            if config.weight_decay and ROLES[name] == "decoders":
-                change = change - self.learning_rate * config.weight_decay * precise(parameter[rows])
-            moved.append((name, parameter, rows, change))
+            found.append(Part(f"{number}.{name}", name, parameter, rows if by_patch else None, by_patch))
+        return found
+
+    def _changes(
+        self, parts: Sequence[Part], gradient_scale: float, writes: list[Write]
+    ) -> dict[str, Tensor]:
+        """How each moves by the rule; what its moments become is appended to `writes`.
+
+        Many tensors at a time, where torch can: a step is otherwise thousands of tiny kernels.
+        """
+        config = self.config
+        gradients = self._gradients(parts, gradient_scale)
+        if config.rule == "sgd":
+            return _by_key(parts, torch._foreach_mul(gradients, -self.learning_rate))
+        old = [[part.of(self.state[f"{part.key}.{name}"]) for part in parts] for name in MOMENTS]
+        means = torch._foreach_lerp(gradients, old[0], config.beta1)
+        squares = torch._foreach_lerp(torch._foreach_mul(gradients, gradients), old[1], config.beta2)
+        steps = torch._foreach_add(old[2], 1)
+        for name, new in zip(MOMENTS, (means, squares, steps), strict=True):
+            writes += [
+                (self.state[f"{part.key}.{name}"], part.rows, values)
+                for part, values in zip(parts, new, strict=True)
+            ]
+        # each patch has its own age
+        ages = [step.view(-1, *[1] * (mean.dim() - 1)) for step, mean in zip(steps, means, strict=True)]
+        spread = torch._foreach_sqrt(_unbiased(squares, config.beta2, ages))
+        torch._foreach_add_(spread, EPSILON)
+        changes = _unbiased(torch._foreach_mul(means, -self.learning_rate), config.beta1, ages)
+        torch._foreach_div_(changes, spread)
+        return _by_key(parts, changes)
+
+    def _gradients(self, parts: Sequence[Part], scale: float) -> Tensors:
+        """Times `scale`, and all together no longer than `clip_norm`."""
+        found = [part.gradient() for part in parts]
+        if self.config.clip_norm is None:
+            return torch._foreach_mul(found, scale)
+        norm = (scale * torch.nn.utils.get_total_norm(found)).clamp(min=1e-30)
+        return torch._foreach_mul(found, scale * (self.config.clip_norm / norm).clamp(max=1))
+
+    def _place(self, moved: list[tuple[Part, Tensor]], writes: list[Write]) -> Tensor:
+        """Append where the parameters of one layer go, within the caps; returns the largest change."""
+        config = self.config
+        if not moved:
+            return torch.zeros((), device=self._device())
+        if config.weight_decay:
+            decay = self.learning_rate * config.weight_decay
+            moved = [
+                (part, change - decay * precise(part.of(part.parameter)))
+                if ROLES[part.name] == "decoders"
+                else (part, change)
+                for part, change in moved
+            ]
         if config.max_change is not None:
             shrink = (config.max_change / _length(moved).clamp(min=1e-30)).clamp(max=1)
             moved = [
-                (name, parameter, rows, change * shrink.view(-1, *[1] * (change.dim() - 1)))
-                if ROLES[name] in PATCH_ROLES
-                else (name, parameter, rows, change)
-                for name, parameter, rows, change in moved
+                (part, change * shrink.view(-1, *[1] * (change.dim() - 1)) if part.by_patch else change)
+                for part, change in moved
             ]
-        for place, (name, parameter, rows, change) in enumerate(moved):
-            values = precise(parameter[rows]) + change
-            if name == "decoder" and config.max_decoder is not None:
+        for place, (part, change) in enumerate(moved):
+            before = precise(part.of(part.parameter))
+            values = before + change
+            if part.name == "decoder" and config.max_decoder is not None:
                 size = values.flatten(1).norm(dim=1).clamp(min=1e-30)
                 values = values * (config.max_decoder / size).clamp(max=1)[:, None, None]
-                moved[place] = (name, parameter, rows, values - precise(parameter[rows]))
-            writes.append((parameter, rows, values))
+                moved[place] = (part, values - before)
+            writes.append((part.parameter, part.rows, values))
         return _length(moved).max()
 
-    def _plan_whole(self, key: str, parameter: Tensor, scale: float | Tensor, writes: list[Write]) -> None:
-        if parameter.grad is None:
-            raise ValueError(f"{key} has no gradient; call backward() first")
-        rows = torch.arange(parameter.shape[0], device=parameter.device)
-        change = self._change(key, precise(parameter.grad) * scale, rows, False, writes)
-        writes.append((parameter, rows, precise(parameter) + self.config.others_rate * change))
-
-    def _change(
-        self, key: str, gradient: Tensor, rows: Tensor, by_patch: bool, writes: list[Write]
-    ) -> Tensor:
-        config = self.config
-        if config.rule == "sgd":
-            return -self.learning_rate * gradient
-        means, squares, counts = (self.state[f"{key}.{part}"] for part in ("mean", "square", "steps"))
-        counted = rows if by_patch else torch.zeros(1, dtype=torch.int64, device=rows.device)
-        steps = counts[counted] + 1
-        mean = torch.lerp(gradient, means[rows], config.beta1)
-        square = torch.lerp(gradient.square(), squares[rows], config.beta2)
-        writes += [(means, rows, mean), (squares, rows, square), (counts, counted, steps)]
-        age = steps.view(-1, *[1] * (gradient.dim() - 1))  # each patch has its own
-        spread = (square / (1 - config.beta2**age)).sqrt() + EPSILON
-        return -self.learning_rate * mean / (1 - config.beta1**age) / spread
+    def _device(self) -> torch.device:
+        return next(iter(self.layers.values())).prototypes.device
 
     @torch.no_grad()
     def forget(self, number: Any, patch: int, undo: Undo) -> None:
@@ -271,7 +345,7 @@ class LocalUpdate:
         for name, parameter in self.trained(number):
             if ROLES[name] in PATCH_ROLES and self.config.rule == "adamw":
                 row = torch.tensor([patch], device=parameter.device)
-                for part in ("mean", "square", "steps"):
+                for part in MOMENTS:
                     state = self.state[f"{number}.{name}.{part}"]
                     write_rows(state, row, torch.zeros_like(state[row]), undo)
 
@@ -282,7 +356,7 @@ class LocalUpdate:
         undo.append(lambda: setattr(self, "state", old))
         for name, parameter in self.trained(number):
             if ROLES[name] in PATCH_ROLES and self.config.rule == "adamw":
-                for part in ("mean", "square", "steps"):
+                for part in MOMENTS:
                     state = old[f"{number}.{name}.{part}"]
                     kept = min(len(state), len(parameter))
                     new = state.new_zeros(len(parameter), *state.shape[1:])
