@@ -86,7 +86,9 @@ def pareto(rows: Rows, numbers: Mapping[str, int], name: str, *, faint: bool = F
     found = {method: spots for method, row in rows.items() if (spots := _spots(row))}
     both = [spot for spots in found.values() for spot in spots.values()]
     losses = [0.0, *(value for spot in both for value in (spot.lost, *spot.lost_interval))]
-    gains = [0.0, 1.0, *(value for spot in both for value in (spot.gain, *spot.gain_interval))]
+    gains = [1.0, *(value for spot in both for value in (spot.gain, *spot.gain_interval))]
+    if min(gains) < 0.5:  # else the axis begins where they do
+        gains.append(0.0)
     x_title, y_title = "forgetting of A, nats per byte", "gain on B, as a share of dense full"
     frame = Frame(losses, gains, x_title, y_title)
     chosen = important(rows)
