@@ -246,8 +246,16 @@ def test_variants_change_one_thing(bench):
     for variant in found[1:]:
         changed = variant.of(plain)
         assert isinstance(changed, RunConfig)
-        if variant.name != "patch_dropout=0.0":  # which is what the smallest plan has
-            assert changed != plain, variant.name
+        assert changed != plain, variant.name
+
+
+def test_fewer_seeds_share_their_cells(texts, tmp_path):
+    two, usual = (Benchmark("smoke", tmp_path, domains=texts, seeds=seeds) for seeds in (2, None))
+    assert (two.plan.seeds, usual.plan.seeds) == (2, 1)
+    assert two.pretrain("apn", HOME, 0) == usual.pretrain("apn", HOME, 0)
+    assert two.adapt("APN, full", HOME, "kjv", 0, 1e-3) == usual.adapt("APN, full", HOME, "kjv", 0, 1e-3)
+    with pytest.raises(ValueError, match="seeds=0"):
+        Benchmark("smoke", tmp_path, domains=texts, seeds=0)
 
 
 def test_mistakes(texts, tmp_path):

@@ -137,13 +137,15 @@ class Grid:
     minutes: float | None = None
     """Start no cell later than this; the same command goes on with the rest."""
 
-    def benchmark(self, name: str, mixture: tuple[str, ...] = MIXTURE) -> tuple[Benchmark, Path, "CellBar"]:
+    def benchmark(
+        self, name: str, mixture: tuple[str, ...] = MIXTURE, seeds: int | None = None
+    ) -> tuple[Benchmark, Path, "CellBar"]:
         domains = named_texts("--domain", self.domain)
         out = self.out or Path(f"runs/{name}-{self.size}")
         bar = CellBar(name)
         bench = Benchmark(
-            self.size, out, domains=domains, mixture=mixture, device=self.device, jobs=self.jobs,
-            minutes=self.minutes, report=bar.show,
+            self.size, out, domains=domains, mixture=mixture, device=self.device, seeds=seeds,
+            jobs=self.jobs, minutes=self.minutes, report=bar.show,
         )  # fmt: skip
         return bench, self.result or out / "result.json", bar
 
@@ -177,7 +179,15 @@ class Forgetting(Grid):
 
 
 @dataclass(kw_only=True)
-class Shifts(Grid):
+class Repeated(Grid):
+    """A benchmark that is run with several seeds."""
+
+    seeds: int | None = None
+    """How many (default: as many as the size has); what is done counts when there are more."""
+
+
+@dataclass(kw_only=True)
+class Shifts(Repeated):
     """The honest benchmark: every method on every shift, alone and behind the guard, and on a stream."""
 
     methods: tuple[str, ...] = tuple(METHODS)
@@ -186,7 +196,7 @@ class Shifts(Grid):
     """The domains of the second pretraining text."""
 
     def run(self) -> None:
-        bench, result, bar = self.benchmark("shifts", self.mixture)
+        bench, result, bar = self.benchmark("shifts", self.mixture, self.seeds)
         with bar.bar:
             methods = tuple(dict.fromkeys((shifts.BEST_FULL, *self.methods)))
             values = shifts.run(bench, result, methods=methods)
@@ -195,11 +205,11 @@ class Shifts(Grid):
 
 
 @dataclass(kw_only=True)
-class Sensitivity(Grid):
+class Sensitivity(Repeated):
     """What each knob of an APN does to perplexity, routing and forgetting, one at a time."""
 
     def run(self) -> None:
-        bench, result, bar = self.benchmark("sensitivity")
+        bench, result, bar = self.benchmark("sensitivity", seeds=self.seeds)
         with bar.bar:
             values = sensitivity.run(bench, result)
         print(sensitivity.table(values))
@@ -207,14 +217,14 @@ class Sensitivity(Grid):
 
 
 @dataclass(kw_only=True)
-class Match(Grid):
+class Match(Repeated):
     """APN against dense, MoE and Switch at equal parameters and at equal multiply-adds per token."""
 
     mixture: tuple[str, ...] = MIXTURE
     """The domains of the mixture."""
 
     def run(self) -> None:
-        bench, result, bar = self.benchmark("match", self.mixture)
+        bench, result, bar = self.benchmark("match", self.mixture, self.seeds)
         with bar.bar:
             values = match.run(bench, result)
         print(match.table(values))

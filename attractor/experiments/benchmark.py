@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from attractor.config import RunConfig
+from attractor.config import RunConfig, check_size
 from attractor.distributed import parse_device
 from attractor.experiments import adapting, harm, streams
 from attractor.experiments.grid import Report, Settings, Values, run_cells
@@ -65,12 +65,17 @@ class Benchmark:
     domains: Mapping[str, str] = field(default_factory=dict)  # name -> corpus or file; added or replaced
     mixture: Sequence[str] = MIXTURE
     device: str | None = None
+    seeds: int | None = None  # fewer or more than the size has
     jobs: int = 1
     minutes: float | None = None  # start no cell later than this
     report: Report = lambda record: None
 
     def __post_init__(self) -> None:
         self.plan: Plan = plan_of(self.size)
+        if self.seeds is not None:
+            check_size("seeds", self.seeds)
+            most = min(self.plan.mixture_seeds, self.seeds)
+            self.plan = dataclasses.replace(self.plan, seeds=self.seeds, mixture_seeds=most)
         self.device = str(parse_device(self.device))
         sources = {name: name for name in (HOME, *TARGETS)} | dict(self.domains)
         self.targets = [name for name in sources if name != HOME]
@@ -98,7 +103,10 @@ class Benchmark:
     def _cell(self, kind: str, texts: Sequence[str], **settings: Any) -> Settings:
         hashes = {name: self.hashes[name] for name in dict.fromkeys(texts)}
         plan = dataclasses.asdict(self.plan)
-        recipe = {name: value for name, value in plan.items() if isinstance(value, int | float | None)}
+        recipe = {
+            name: value for name, value in plan.items()
+            if isinstance(value, int | float | None) and name not in ("seeds", "mixture_seeds")
+        }  # fmt: skip
         shape = {name: plan[name] for name in ("model", "apn", "moe", "train")}
         return {
             "kind": kind, "size": self.size, "device": self.device, "texts": hashes, "recipe": recipe,

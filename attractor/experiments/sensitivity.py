@@ -24,7 +24,7 @@ def variants(bench: Benchmark) -> list[Variant]:
     changed: list[dict[str, Any]] = [
         {},
         *({"num_patches": number} for number in (patches // 4, patches // 2, 2 * patches, 4 * patches)),
-        *({"top_k": number} for number in (1, 2, 2 * top_k, 4 * top_k) if number != top_k),
+        *({"top_k": number} for number in sorted({1, top_k // 4, top_k // 2, 2 * top_k} - {0, top_k})),
         *({"rank": number} for number in (rank // 4, rank // 2, 2 * rank)),
         *({"temperature": tau} for tau in (0.02, 0.2, 0.7)),
         *({"scale": gamma} for gamma in (0.3, 3.0)),
@@ -32,7 +32,7 @@ def variants(bench: Benchmark) -> list[Variant]:
         {"gate": "scalar"},
         {"decoder": "shared"},
         {"prototypes": "contextual"},
-        *({"patch_dropout": share} for share in (0.0, 0.3)),
+        *({"patch_dropout": share} for share in (0.0, 0.15, 0.3, 0.5) if share != apn.patch_dropout),
     ]
     found = [Variant(_name(apn) or "as planned", apn=apn) for apn in changed]
     trained: list[dict[str, Any]] = [
@@ -51,14 +51,14 @@ def run(bench: Benchmark, result: Path) -> dict[str, Any]:
     pretrained = bench.run(
         {
             name: cell
-            for variant in chosen for seed in seeds
+            for seed in seeds for variant in chosen
             for name, cell in bench.pretrain("apn", HOME, seed, variant).items()
         }
     )  # fmt: skip
     adapted = bench.run(
         {
             name: cell
-            for variant in chosen for seed in seeds
+            for seed in seeds for variant in chosen
             for name, cell in bench.adapt(METHOD, HOME, TUNED_ON, seed, rate, variant).items()
         }
     )  # fmt: skip
