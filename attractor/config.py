@@ -17,6 +17,7 @@ GateName = Literal["vector", "scalar"]
 DecoderName = Literal["independent", "shared"]
 PrototypesName = Literal["static", "contextual"]
 FFNName = Literal["mlp", "apn", "moe", "switch"]
+FFNStartName = Literal["gpt2", "unit"]
 PrecisionName = Literal["auto", "float32", "bfloat16"]
 ParallelName = Literal["ddp", "fsdp"]
 
@@ -236,6 +237,8 @@ class GPTConfig(JSONConfig):
     bias: bool = False
     """Biases in linear maps and norms."""
     ffn: FFNName = "mlp"
+    ffn_start: FFNStartName = "gpt2"
+    """First maps of dense FFNs and experts: 0.02 ("gpt2"), or outputs of "unit" variance, as APN's codes."""
     apn: APNConfig = field(default_factory=APNConfig)
     """Settings of APN layers; their `dropout` and `num_layers` are the model's own."""
     moe: MoEConfig = field(default_factory=MoEConfig)
@@ -248,6 +251,7 @@ class GPTConfig(JSONConfig):
             check_size(name, getattr(self, name))
         check_probability("dropout", self.dropout)
         check_choice("ffn", self.ffn, get_args(FFNName))
+        check_choice("ffn_start", self.ffn_start, get_args(FFNStartName))
         if self.dim % self.num_heads:
             raise ValueError(f"dim={self.dim} must be a multiple of num_heads={self.num_heads}")
         if self.apn.dropout not in (0.0, self.dropout):

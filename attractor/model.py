@@ -245,7 +245,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """GPT-2's start: 0.02, and 0.02 / sqrt(2 * layers) where a residual branch ends."""
+        """GPT-2's start: 0.02, and 0.02 / sqrt(2 * layers) where a residual branch ends; see `ffn_start`."""
         for module in self.modules():
             if isinstance(module, nn.Embedding | nn.Linear):
                 nn.init.normal_(module.weight, std=0.02)
@@ -256,6 +256,9 @@ class GPT(nn.Module):
         for module in self.modules():
             if isinstance(module, Attention | MLP):
                 nn.init.normal_(module.out.weight, std=0.02 / (2 * self.config.num_layers) ** 0.5)
+            if isinstance(module, MLP | MoE) and self.config.ffn_start == "unit":
+                up = module.up.weight if isinstance(module, MLP) else module.up
+                nn.init.normal_(up, std=self.config.dim**-0.5)
 
     @overload
     def forward(

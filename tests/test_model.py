@@ -314,6 +314,26 @@ def test_first_values_of_a_mixture():
     assert deviations == pytest.approx(expected, rel=0.2)
 
 
+@pytest.mark.parametrize("ffn", ["mlp", "moe", "switch"])
+def test_a_start_of_unit_variance(ffn):
+    """As the codes of an APN have it. Nothing else differs from GPT-2's start."""
+    config = dataclasses.replace(MIXTURE, dim=128, num_layers=8, ffn=ffn)
+    torch.manual_seed(0)
+    usual = GPT(config)
+    torch.manual_seed(0)
+    model = GPT(dataclasses.replace(config, ffn_start="unit"))
+    layer = model.blocks[0].ffn
+    first = layer.up.weight.T if ffn == "mlp" else layer.up[0]
+    assert float((torch.randn(1000, 128) @ first.detach()).std()) == pytest.approx(1.0, rel=0.1)
+    for (name, ours), theirs in zip(model.named_parameters(), usual.parameters(), strict=True):
+        factor = 128**-0.5 / 0.02 if name.endswith(("ffn.up", "ffn.up.weight")) else 1.0
+        assert float(ours.detach().std()) == pytest.approx(factor * float(theirs.detach().std()), rel=0.2), (
+            name
+        )
+    with pytest.raises(ValueError, match="ffn_start='large' is unknown"):
+        dataclasses.replace(config, ffn_start="large")
+
+
 def test_experts_decay():
     model = GPT(dataclasses.replace(MIXTURE, ffn="moe"))
     decayed, _ = (set(group["params"]) for group in make_optimizer(model, TrainConfig()).param_groups)

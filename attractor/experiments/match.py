@@ -5,7 +5,8 @@
 Characters of one text, bytes of a mixture, byte pairs of the same mixture. No model gets more training than
 another: the same steps, batches and schedule; the best validation loss of each counts. The one text is small
 and is learned by heart: there all have dropout, stop early, and each has the weight decay that suits it best
-of the same two; APN has patch dropout. On the mixture nobody has any of that.
+of the same two; APN has patch dropout. On the mixture nobody has any of that. Dense is also there with the
+start that APN has by default, and experts have it: at small widths that is worth more than the kind of FFN.
 """
 
 import dataclasses
@@ -15,13 +16,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attractor import presets
-from attractor.config import APNConfig, FFNName, GPTConfig, MoEConfig, RunConfig
+from attractor.config import APNConfig, FFNName, FFNStartName, GPTConfig, MoEConfig, RunConfig
 from attractor.experiments.benchmark import Benchmark, slug
 from attractor.experiments.grid import Values
 from attractor.experiments.plan import HOME
 from attractor.experiments.result import write_result
 
 DENSE = "dense"
+STARTS: tuple[FFNStartName, ...] = ("gpt2", "unit")
 DECAYS = (0.1, 1.0)
 """Of weights, where a text is small."""
 
@@ -56,10 +58,13 @@ def models(bench: Benchmark) -> dict[str, RunConfig]:
         "APN, a quarter active": dataclasses.replace(apn, top_k=max(1, apn.top_k // 4)),
         "APN, the paper's": APNConfig(init="paper", patch_dropout=apn.patch_dropout),
     }
+    usual, unit = (
+        dataclasses.replace(run, model=dataclasses.replace(run.model, ffn_start=start)) for start in STARTS
+    )
     return (
-        {DENSE: run}
+        {DENSE: usual, "dense, unit start": unit}
         | {name: presets.with_apn(run, config) for name, config in patches.items()}
-        | {name: presets.with_mixture(run, kind, moe) for name, (kind, moe) in mixtures.items()}
+        | {name: presets.with_mixture(unit, kind, moe) for name, (kind, moe) in mixtures.items()}
     )
 
 

@@ -78,7 +78,7 @@ class Plan:
 def plan_of(size: Size) -> Plan:
     if size == "smoke":
         return Plan(
-            model=GPTConfig(vocab_size=256, context=32, num_layers=2, num_heads=2, dim=32),
+            model=GPTConfig(vocab_size=256, context=32, num_layers=2, num_heads=2, dim=32, ffn_start="unit"),
             apn=APNConfig(num_patches=16, top_k=2, rank=16), moe=MoEConfig(num_experts=4),
             train=TrainConfig(max_steps=60, batch_size=16, warmup_steps=10, eval_interval=30,
                               checkpoint_interval=60),
@@ -88,7 +88,8 @@ def plan_of(size: Size) -> Plan:
         )  # fmt: skip
     if size == "small":
         return Plan(
-            model=GPTConfig(vocab_size=256, context=128, num_layers=4, num_heads=4, dim=128, dropout=0.1),
+            model=GPTConfig(vocab_size=256, context=128, num_layers=4, num_heads=4, dim=128, dropout=0.1,
+                            ffn_start="unit"),
             apn=APNConfig(num_patches=32, top_k=4, rank=64, patch_dropout=0.15), moe=MoEConfig(),
             train=TrainConfig(max_steps=1500, batch_size=32, patience=3), steps=300, batch_size=16,
             rates=(1e-3, 3e-3, 1e-2), test_bytes=102_400, val_bytes=25_600, train_bytes=1_000_000,
