@@ -1,6 +1,6 @@
 """How much shared memory the kernels need: compiled for a GPU that need not be there, and not run.
 
-    python tests/shared_memory.py 86 256 bfloat16       compute capability 8.6, rank 256
+    python tests/shared_memory.py 86 256 bfloat16 64      compute capability 8.6, rank 256, 64 patches
 
 prints JSON, kernel -> bytes. TRITON_INTERPRET must not be set: the interpreter has no compiler.
 """
@@ -22,12 +22,13 @@ MOST = {80: 166_912, 86: 101_376, 90: 232_448}
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32"}
 NUMBERS = {bool: "i1", int: "i32", float: "fp32"}
 OPTIONS = ("num_warps", "num_stages")
+Launch = tuple[Any, dict[str, Any], dict[str, Any]]  # a kernel, its arguments, its options
 
 
 class Recorder:
     """Stands in for a kernel, and remembers how it was called."""
 
-    def __init__(self, kernel: Any, launches: list[tuple[Any, dict[str, Any], dict[str, Any]]]) -> None:
+    def __init__(self, kernel: Any, launches: list[Launch]) -> None:
         self.kernel, self.launches = kernel, launches
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
@@ -39,14 +40,17 @@ class Recorder:
         return launched
 
 
-def launches_of(rank: int, dtype: torch.dtype) -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
+def launches_of(
+    rank: int, dtype: torch.dtype, patches: int
+) -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
     """What a training step launches; nothing runs."""
     found: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
     for name, kernel in vars(kernels).copy().items():
         if isinstance(kernel, triton.runtime.jit.JITFunction):
             setattr(kernels, name, Recorder(kernel, found))
-    dim, patches = 384, 64
-    z, P, a = torch.zeros(16384, dim), torch.zeros(patches, dim), torch.zeros(patches, rank)
+    dim = 384
+    z, P = torch.zeros(16384, dim, dtype=dtype), torch.zeros(patches, dim, dtype=dtype)
+    a = torch.zeros(patches, rank)
     V, U = torch.zeros(dim, rank, dtype=dtype), torch.zeros(patches, rank, dim, dtype=dtype)
     update, idx, w, _, s, *rest = fused.fused(z, P, V, a, a, U, None, 4, 0.07, 1.0, True, dtype, True)
     fused.fused_backward(update, None, None, z, P, V, a, a, U, idx, w, s, *rest, 0.07, 1.0, True)
@@ -71,11 +75,11 @@ def shared_memory(kernel: Any, arguments: dict[str, Any], options: dict[str, Any
 
 
 if __name__ == "__main__":
-    capability, rank, dtype = int(sys.argv[1]), int(sys.argv[2]), getattr(torch, sys.argv[3])
+    capability, rank, patches = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[4])
     torch.set_float32_matmul_precision("high")  # what needs the most
     launch.little_shared_memory = lambda: MOST[capability] < launch.LITTLE
-    needs = {
-        kernel.__name__: shared_memory(kernel, arguments, options, capability)
-        for kernel, arguments, options in launches_of(rank, dtype)
-    }
+    needs: dict[str, int] = {}
+    for kernel, arguments, options in launches_of(rank, getattr(torch, sys.argv[3]), patches):
+        size = shared_memory(kernel, arguments, options, capability)
+        needs[kernel.__name__] = max(size, needs.get(kernel.__name__, 0))
     print(json.dumps(needs))

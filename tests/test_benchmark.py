@@ -64,16 +64,16 @@ def test_a_method_learns_and_leaves_the_base_alone(name):
     adapter = method.make(given_)
     batch = torch.randint(0, 32, (4, given_.base.config.context + 1))
     first = loss_of(adapter.model, batch)
+    rate = 1e-3 if "EWC" in name else 1e-2  # a stiff penalty makes larger steps swing
     for _ in range(6):
-        adapter.step(batch[:, :-1], batch[:, 1:], 1e-2)
+        adapter.step(batch[:, :-1], batch[:, 1:], rate)
     assert loss_of(adapter.model, batch) < first
     assert fingerprint(given_.base) == before
     told = adapting.sizes(adapter, given_.base)
     assert 0 < told["changed"] <= adapter.trained
     assert told["bytes"] >= 4 * told["changed"]  # an overlay also keeps the numbers of its patches
     assert (adapter.extra_bytes > 0) == any(word in name for word in ("EWC", "GEM", "replay"))
-    rate = adapter.method.learning_rate
-    assert rate == 1e-2
+    assert adapter.method.learning_rate == rate
 
 
 def test_a_rate_of_zero_changes_nothing():
@@ -198,11 +198,10 @@ def test_every_method_climbs_to_the_rate_that_suits_it():
     assert len(names) == len(set(names))
 
 
-def test_a_climb_ends_where_every_rate_diverged():
+def test_who_diverges_goes_down_the_whole_ladder():
     bench = Ladder()
-    tried = rates.climb(bench, (1e-3, 3e-3, 1e-2), {None: bench.search(None)})
-    assert forgetting.best_of(tried[None])["rate"] in (1e-3, 3e-3)
-    assert len(bench.rounds) <= 3
+    tried = rates.climb(bench, (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2), {None: bench.search(None)})
+    assert sorted(tried[None]) == [1e-4, 3e-4, 1e-3, 3e-3]
 
 
 @pytest.mark.slow

@@ -14,13 +14,20 @@ KERNELS = {"route", "decode", "token_backward", "decode_backward", "bank_backwar
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("capability", [86, 90])
-def test_every_kernel_fits_at_the_largest_rank(capability: int, dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("capability", "rank", "dtype", "patches"),
+    [
+        *((capability, 256, "bfloat16", 256) for capability in (80, 86, 90)),
+        *((capability, 256, "float32", 64) for capability in (86, 90)),
+        (90, 128, "float32", 64),
+    ],
+)
+def test_every_kernel_fits(capability: int, rank: int, dtype: str, patches: int) -> None:
+    """Those that need the most."""
     from shared_memory import MOST
 
     environment = os.environ | {"TRITON_INTERPRET": "0"}
-    command = [sys.executable, str(SCRIPT), str(capability), "256", dtype]
+    command = [sys.executable, str(SCRIPT), str(capability), str(rank), dtype, str(patches)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     needs = json.loads(done.stdout)

@@ -92,6 +92,24 @@ def test_a_step_on_all_patches_that_fails_midway_is_taken_back(monkeypatch):
     assert all(torch.equal(before[key], after[key]) for key in before)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_a_gpu_makes_the_same_steps(share):
+    """Bias corrections included: they are largest in the first steps, and each patch has its own."""
+    layers = [build(), build().cuda()]
+    config = UpdateConfig(train=("decoders", "gates", "prototypes", "encoder"), clip_norm=0.5)
+    updates = [LocalUpdate({0: layer}, config) for layer in layers]
+    chance = torch.Generator().manual_seed(0)
+    for step in range(12):
+        taught = (torch.rand(layers[0].num_patches, generator=chance) < share).nonzero().flatten()
+        for layer, update in zip(layers, updates, strict=True):
+            random_gradients(layer, step)
+            update.step({0: taught})
+        here, there = (bytes_of(*pair) for pair in zip(layers, updates, strict=True))
+        for key, value in here.items():
+            torch.testing.assert_close(there[key].cpu(), value, rtol=1e-4, atol=1e-6, msg=key)
+
+
 def test_large_numbers_are_finite():
     """Their sum is not, but each of them is."""
     tensors = [torch.full((4,), 3e38), torch.ones(2)]

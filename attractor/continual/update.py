@@ -101,10 +101,15 @@ def write_rows(target: Tensor, rows: Tensor, values: Tensor, undo: Undo) -> None
 @torch.no_grad()
 def write(writes: Sequence[Write], undo: Undo) -> None:
     """Everything, to be taken back byte by byte."""
-    whole = {target: values for target, rows, values in writes if rows is None}
-    undo += [Overwritten(target, _every_row(len(target), target.device), target.clone()) for target in whole]
-    if whole:
-        torch._foreach_copy_(list(whole), list(whole.values()))
+    alike: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}  # torch copies many at once only then
+    for target, rows, values in writes:
+        if rows is None:
+            undo.append(Overwritten(target, _every_row(len(target), target.device), target.clone()))
+            targets, sources = alike.setdefault((target.device, target.dtype, values.dtype), ([], []))
+            targets.append(target)
+            sources.append(values)
+    for targets, sources in alike.values():
+        torch._foreach_copy_(targets, sources)
     for target, rows, values in writes:
         if rows is not None:
             write_rows(target, rows, values, undo)
@@ -168,8 +173,8 @@ def _length(moved: Sequence[tuple[Part, Tensor]]) -> Tensor:
 
 def _unbiased(averages: Tensors, decay: float, ages: list[Tensor]) -> list[Tensor]:
     """What averages that began at zero would be without that."""
-    known = torch._foreach_pow(decay, ages)
-    return [average / (1 - missing) for average, missing in zip(averages, known, strict=True)]
+    # not _foreach_pow: on a GPU it takes the base for a whole number too, and 0.9 becomes 0
+    return [average / (1 - decay**age) for average, age in zip(averages, ages, strict=True)]
 
 
 def _by_key(parts: Sequence[Part], values: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -252,10 +257,10 @@ class LocalUpdate:
             writes.append((part.parameter, None, precise(part.parameter) + change))
         if not all_finite([values for _, _, values in writes if values.is_floating_point()]):
             raise NotFiniteUpdate("a gradient or an update is not finite; nothing was changed")
+        told = torch.stack([length.to(self._device()) for length in lengths.values()])
         with all_or_nothing(undo) as undo:
             write(writes, undo)
-        found = torch.stack(list(lengths.values())).tolist()  # one wait for the GPU
-        return dict(zip(lengths, found, strict=True))
+        return dict(zip(lengths, told.tolist(), strict=True))
 
     def _parts(self, number: Any, patches: Tensor) -> list[Part]:
         """What of a layer learns with these patches."""

@@ -32,7 +32,11 @@ def best_rate(cells: Mapping[float, Values]) -> dict[str, Any]:
 def climb(
     bench: Benchmark, ladder: Sequence[float], searched: Mapping[Any, Callable[[float], Cells]]
 ) -> dict[Any, dict[float, Values]]:
-    """What each came to with the rates it tried, until the neighbours of its best rate are among them."""
+    """What each came to with the rates it tried, until the neighbours of its best rate are among them.
+
+    From the middle up or down, so that the best of those tried is the best nearby. Of equals the lowest is
+    taken: who diverges goes down the whole ladder.
+    """
     tried: dict[Any, dict[float, Values]] = {key: {} for key in searched}
     middle = len(ladder) // 2
     asked = {key: set(ladder[middle - 1 : middle + 1]) for key in searched}
@@ -42,6 +46,6 @@ def climb(
         for (key, rate), part in cells.items():
             tried[key][rate] = done[next(iter(part))]
         for key, results in tried.items():
-            best = ladder.index(min(results, key=lambda rate: loss_of(results[rate])))
+            best = ladder.index(min(results, key=lambda rate: (loss_of(results[rate]), rate)))
             asked[key] = set(ladder[max(0, best - 1) : best + 2]) - results.keys()
     return tried
