@@ -181,25 +181,6 @@ def test_fine_tuning_is_the_usual_loop(clip_norm):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_what_is_outside_of_ffns_may_have_a_rate_of_its_own():
-    start, changes = build(), []
-    for factor in (1.0, 0.25, 0.0):
-        model = copy.deepcopy(start)
-        learner = FineTune(model, learning_rate=1e-2, others_rate=factor)
-        learner.step(*batch(0))
-        learner.learning_rate = 2e-2  # a schedule keeps the factor
-        assert learner.learning_rate == 2e-2
-        assert [group["lr"] for group in learner.optimizer.param_groups] == [2e-2, 2e-2 * factor]
-        pairs = zip(model.named_parameters(), start.parameters(), strict=True)
-        changes.append({name: now.detach() - then.detach() for (name, now), then in pairs})
-    whole, quarter, none = changes
-    for name, change in whole.items():
-        inside = ".ffn." in name
-        assert change.any()
-        torch.testing.assert_close(quarter[name], change if inside else change / 4, rtol=1e-3, atol=1e-6)
-        torch.testing.assert_close(none[name], change if inside else 0 * change)
-
-
 def test_dropout_is_on_or_off():
     model = build(dropout=0.5)
     inputs, targets = batch(0)
@@ -280,7 +261,6 @@ def test_mistakes():
         (partial(FineTune, train=[model.norm.weight] * 2), "each once"),
         (partial(FineTune, learning_rate=0.0), "learning_rate=0.0 must be a positive number"),
         (partial(FineTune, weight_decay=-1.0), "weight_decay=-1.0"),
-        (partial(FineTune, others_rate=-1.0), "others_rate=-1.0"),
         (partial(FineTune, clip_norm=0.0), "clip_norm=0.0"),
         (partial(LoRA, learning_rate=0.0), "learning_rate=0.0"),
         (partial(LoRA, rank=0), "rank=0"),

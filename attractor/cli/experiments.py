@@ -218,7 +218,7 @@ class Sensitivity(Repeated):
 
 @dataclass(kw_only=True)
 class Match(Repeated):
-    """APN against dense, MoE and Switch at equal parameters and at equal multiply-adds per token."""
+    """APN against dense, MoE and Switch at equal parameters, and at no more multiply-adds per token."""
 
     mixture: tuple[str, ...] = MIXTURE
     """The domains of the mixture."""

@@ -136,10 +136,7 @@ def situation(plan: Plan, settings: Settings, base: GPT, old: Mapping[str, Text]
         rows = rows[order].to(device)
         by_domain.append((rows[:, :-1], rows[:, 1:]))
     background = np.concatenate([text.train[: plan.val_bytes] for text in old.values()])
-    return Situation(
-        base, by_domain, background, rate=settings["rate"], others_rate=settings.get("others_rate", 1.0),
-        batch_size=plan.batch_size, seed=settings["seed"],
-    )  # fmt: skip
+    return Situation(base, by_domain, background, settings["rate"], plan.batch_size, settings["seed"])
 
 
 def sizes(adapter: Adapter, base: GPT) -> dict[str, int]:

@@ -125,22 +125,12 @@ class Benchmark:
         return f"{model}{'' if variant is None else '@' + variant.name}-{source}-{seed}"
 
     def adapt(
-        self,
-        method: str,
-        source: str,
-        shift: str,
-        seed: int,
-        rate: float,
-        variant: Variant | None = None,
-        others_rate: float = 1.0,
+        self, method: str, source: str, shift: str, seed: int, rate: float, variant: Variant | None = None
     ) -> Cells:
         base, members = self.base(METHODS[method].model, source, seed, variant), self.members(source)
         settings = {"shift": shift, "method": method, "rate": rate, "seed": seed}
-        name = f"adapt-{base}-{shift}-{slug(method)}-{rate:g}"
-        if others_rate != 1:
-            settings["others_rate"] = others_rate
-            name += f"-others-{others_rate:g}"
-        return {name: self._cell("adapt", [*members, shift], base=base, members=members, **settings)}
+        cell = self._cell("adapt", [*members, shift], base=base, members=members, **settings)
+        return {f"adapt-{base}-{shift}-{slug(method)}-{rate:g}": cell}
 
     def train(self, name: str, config: RunConfig, members: Sequence[str], tokenizer: str, seed: int) -> Cells:
         """A model to be compared by how well it predicts, and not to be adapted."""

@@ -39,7 +39,6 @@ class Situation:
     by_domain: Sequence[Batch]  # (N, T) sequences of each domain of the old text
     background: np.ndarray  # tokens of the old text, for a learner that ranks patches
     rate: float
-    others_rate: float = 1.0  # factor on the rate of what is outside the feed-forward layers
     batch_size: int = 32
     seed: int = 0
 
@@ -47,8 +46,7 @@ class Situation:
         return autocast(self.base.embedding.weight.device, "auto")
 
     def options(self) -> dict[str, Any]:
-        return {"learning_rate": self.rate, "others_rate": self.others_rate, "clip_norm": CLIP,
-                "dropout": False, "autocast": self.cast}  # fmt: skip
+        return {"learning_rate": self.rate, "clip_norm": CLIP, "dropout": False, "autocast": self.cast}
 
     @property
     def memory(self) -> Batch:
@@ -167,9 +165,7 @@ def _overlay(
 ) -> Callable[[Situation], Adapter]:
     def make(s: Situation) -> Adapter:
         branch = Branch(s.base, roles=PAPER_ROLES, attention=attention, rank=16, also=also, seed=s.seed)
-        update = UpdateConfig(
-            train=PAPER_ROLES, learning_rate=s.rate, others_rate=s.others_rate, clip_norm=CLIP
-        )
+        update = UpdateConfig(train=PAPER_ROLES, learning_rate=s.rate, clip_norm=CLIP)
         config = LearnConfig(update=update)
         learner = OnlineLearner(branch.model, config=config, others=branch.others)
         trained = sum(p.numel() for _, _, p in learner.update.parameters())

@@ -21,7 +21,6 @@ class Options(TypedDict, total=False):
     """What every method takes by keyword and hands on to `Baseline`, where the defaults are."""
 
     learning_rate: float
-    others_rate: float
     weight_decay: float
     clip_norm: float | None
     dropout: bool
@@ -32,8 +31,7 @@ class Baseline:
     """Learns a model in place, batch by batch. Subclasses override `penalty` and `project_gradients`.
 
     `train` is "all", "ffn" (of every block, whatever its kind) or a list of the model's parameters; the rest
-    is frozen until `finish`. `others_rate` is a factor on the rate of parameters outside the feed-forward
-    layers, as in `UpdateConfig`. `dropout` says whether the model's dropout is on while it learns.
+    is frozen until `finish`. `dropout` says whether the model's dropout is on while it learns.
     """
 
     def __init__(
@@ -42,14 +40,12 @@ class Baseline:
         train: Train = "all",
         *,
         learning_rate: float = 1e-4,
-        others_rate: float = 1.0,
         weight_decay: float = 0.0,
         clip_norm: float | None = None,
         dropout: bool = True,
         autocast: Callable[[], AbstractContextManager] = nullcontext,
     ) -> None:
         check_number("learning_rate", learning_rate, "a positive number", lambda rate: rate > 0)
-        check_number("others_rate", others_rate, "a number, 0 or more", lambda factor: factor >= 0)
         check_number("weight_decay", weight_decay, "a number, 0 or more", lambda decay: decay >= 0)
         if clip_norm is not None:
             check_number("clip_norm", clip_norm, "a positive number", lambda norm: norm > 0)
@@ -60,27 +56,20 @@ class Baseline:
         learning = set(self.trainable)
         for parameter in self._flags:
             parameter.requires_grad_(parameter in learning)
-        ffn = set(_choose(model, "ffn"))
-        groups = [
-            {"params": [p for p in self.trainable if (p in ffn) == inside], "factor": factor}
-            for inside, factor in ((True, 1.0), (False, others_rate))
-        ]
         self.optimizer = torch.optim.AdamW(
-            [group for group in groups if group["params"]], betas=(0.9, 0.99), weight_decay=weight_decay
+            self.trainable, lr=learning_rate, betas=(0.9, 0.99), weight_decay=weight_decay
         )
-        self.learning_rate = learning_rate
 
     @property
     def learning_rate(self) -> float:
         """Of the next step; whoever has a schedule sets it."""
-        return self._rate
+        return float(self.optimizer.param_groups[0]["lr"])
 
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:
         check_number("learning_rate", rate, "a number, 0 or more", lambda r: r >= 0)
-        self._rate = float(rate)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate * group["factor"]
+            group["lr"] = rate
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
         """Learn from one batch, (B, T) each; returns its loss in nats per token, as it was before the step.
