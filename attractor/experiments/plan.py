@@ -96,7 +96,7 @@ def plan_of(size: Size) -> Plan:
             stream_tokens=131_072,
         )  # fmt: skip
     return Plan(
-        model=GPTConfig(vocab_size=256, dropout=0.2),
+        model=GPTConfig(vocab_size=256, dropout=0.2, ffn_start="unit"),
         apn=APNConfig(num_patches=64, top_k=16, rank=128, patch_dropout=0.3), moe=MoEConfig(),
         train=TrainConfig(max_steps=2500, patience=3), steps=600, batch_size=32,
         rates=(1e-4, 3e-4, 1e-3, 3e-3, 1e-2), seeds=3, test_bytes=102_400, val_bytes=51_200,
