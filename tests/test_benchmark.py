@@ -89,12 +89,20 @@ def test_a_rate_of_zero_changes_nothing():
 
 def test_the_schedule_rises_and_falls():
     plan = dataclasses.replace(plan_of("full"), steps=100)
-    rates = [plan.rate_at(step, 2.0) for step in range(101)]
+    rates = [plan.rate_at(step, 2.0, 100) for step in range(101)]
     assert rates[0] == pytest.approx(2.0 / 8, rel=1e-3)
     assert max(rates) == pytest.approx(2.0, rel=0.02)
     assert rates[-1] == pytest.approx(0.0, abs=1e-12)
     assert all(a >= b for a, b in itertools.pairwise(rates[8:]))
-    assert plan.evaluated() == [0, 17, 33, 50, 67, 83, 100]
+    assert plan.evaluated(100) == [0, 17, 33, 50, 67, 83, 100]
+
+
+def test_a_small_text_is_not_read_until_it_is_known_by_heart():
+    plan = plan_of("full")
+    batch = plan.batch_size * plan.model.context
+    assert plan.steps_on(10**7) == plan.steps
+    assert plan.steps_on(batch) == plan.passes < plan.steps
+    assert plan.steps_on(100) == plan.evaluations  # one look after each step, at least
 
 
 def test_domains_are_cut_apart(texts, tmp_path):
@@ -288,6 +296,8 @@ def test_intervals_cover_what_another_text_and_other_seeds_would_give(seeds):
 def test_gains_and_areas():
     assert gain_fraction(3.0, 2.0, 2.0) == 1.0  # equal losses are equal gains
     assert gain_fraction(3.0, 3.0, 2.0) == 0.0
+    assert math.isnan(gain_fraction(3.0, 2.0, 3.0))  # nothing to have a share of
+    assert math.isnan(hypervolume([(math.nan, 0.0), (1.0, 0.0)]))
     assert hypervolume([(1.0, 0.0)]) == 1.0
     assert hypervolume([(1.0, 0.5), (0.5, 0.25), (0.25, 0.3)]) == pytest.approx(0.5 + 0.5 * 0.25)
     assert hypervolume([(1.0, 2.0), (-1.0, 0.0)]) == 0.0

@@ -73,6 +73,29 @@ def test_a_process_that_dies_loses_one_cell(tmp_path):
     assert marks(tmp_path) == [0, 1, 2, 3]
 
 
+def where(settings, folder):
+    return {"pid": os.getpid()}
+
+
+def test_processes_are_kept_for_whoever_asks_again(tmp_path):
+    idle = []
+    ran = []
+    for numbers in ((1, 2, 3), (4, 5, 6)):
+        done = run_cells(cells_of(*numbers), where, tmp_path, jobs=2, idle=idle)
+        ran.append({values["pid"] for values in done.values()})
+    assert ran[1] <= {worker.process.pid for worker in idle}
+    assert ran[1] & ran[0]
+    processes = [worker.process for worker in idle]
+    assert len(processes) == 2
+    processes[-1].kill()
+    processes[-1].join()
+    (last,) = run_cells(cells_of(7), where, tmp_path, jobs=2, idle=idle).values()  # by the other one
+    assert last["pid"] == processes[0].pid
+    idle.clear()  # nobody has a line to it any more
+    processes[0].join(20)
+    assert processes[0].exitcode == 0
+
+
 @both_ways
 def test_out_of_time(tmp_path, jobs):
     with pytest.raises(GridStopped, match="cells wait"):

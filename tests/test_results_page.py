@@ -367,6 +367,19 @@ def test_what_is_not_finite_is_said_and_not_drawn(shifts_values):
     assert "nan" not in text.lower()
 
 
+def test_where_dense_full_gained_nothing_nobody_has_a_share_of_it(shifts_values):
+    values = json.loads(json.dumps(shifts_values))
+    for row in values["shifts"]["old"]["new"].values():
+        row["full_gained"] = 0.0
+        for way in ("alone", "guarded"):
+            row[way] |= {"gain": None, "hypervolume": None}
+    text = rendered(values)
+    assert "not drawn, not finite: dense, full" in text
+    (shown,) = [r for r in Page(text).table("old \u2192 new") if r[0][0] == "dense, FFN only"]
+    assert "\u2013" in [cell[0] for cell in shown]
+    assert "nan" not in text.lower()
+
+
 def test_intervals_of_gains_are_those_of_b(shifts_values):
     row = shifts_values["shifts"]["old"]["new"]["APN, overlay"]
     before, full = 3.0, 2.0  # of dense full

@@ -90,11 +90,12 @@ def adapt(settings: Settings, folder: Path) -> Values:
     torch.manual_seed(settings["seed"])
     adapter = METHODS[settings["method"]].make(situation(plan, settings, base, old))
     batches = Batches(new.train, plan.batch_size, base.config.context, settings["seed"])
+    steps = plan.steps_on(len(new.train))
     trajectory: list[dict[str, Any]] = []
     best: dict[str, Any] = {}
     seconds, lowest, diverged = 0.0, math.inf, None
     for step in itertools.count():
-        if step in plan.evaluated():
+        if step in plan.evaluated(steps):
             validation = evaluate(adapter.model, new.validation, autocast=meter.cast)
             alone = meter.measure(adapter.model)
             figures = {name: part["loss"] for name, part in alone.items()}
@@ -104,11 +105,11 @@ def adapt(settings: Settings, folder: Path) -> Values:
             if validation < lowest:
                 lowest, kept = validation, copy.deepcopy(adapter.model)
                 best = {"step": step, "validation": validation, "alone": alone, **sizes(adapter, base)}
-        if step == plan.steps:
+        if step == steps:
             break
         started = time.perf_counter()
         try:
-            adapter.step(*next(batches), plan.rate_at(step, settings["rate"]))
+            adapter.step(*next(batches), plan.rate_at(step, settings["rate"], steps))
         except NotFiniteUpdate:  # this rate is too high: what was best before stays its result
             diverged = step
             break
@@ -118,7 +119,7 @@ def adapt(settings: Settings, folder: Path) -> Values:
     return {
         "before": first, "best": best, "diverged": diverged, "trajectory": trajectory,
         "trained": adapter.trained,
-        "extra_bytes": adapter.extra_bytes, "seconds": seconds, "tokens": plan.steps * plan.batch_size
+        "extra_bytes": adapter.extra_bytes, "seconds": seconds, "tokens": steps * plan.batch_size
         * base.config.context, "base_unchanged": fingerprint(base) == before_hash,
         "bound": cast(Guard, guard).bound(base.config.context) / base.config.context,
         "routing": usage(base, adapter.model, old, new),

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from attractor.config import check_size
 from attractor.experiments.result import write_result
@@ -25,6 +25,13 @@ Settings = dict[str, Any]
 Values = dict[str, Any]
 Work = Callable[[Settings, Path], Values]
 Report = Callable[[dict[str, Any]], None]
+
+
+class Worker(NamedTuple):
+    """A process that computes cells, and the line to it. When the line is closed, it ends."""
+
+    line: Connection
+    process: Any
 
 
 class CellsFailed(RuntimeError):
@@ -43,10 +50,13 @@ def run_cells(
     jobs: int = 1,
     report: Report = lambda record: None,
     stop: Callable[[], bool] = lambda: False,
+    idle: list[Worker] | None = None,
 ) -> dict[str, Values]:
     """Every cell that is not done yet, then the values of all. `report` gets "cell" after each one.
 
     When `stop` says so, no further cell is started, and GridStopped is raised when the others are done.
+    Processes come from `idle` and go back to it: starting one takes seconds, and many when all start at once.
+    Who calls again with the same work and folder can keep that list.
     """
     check_size("jobs", jobs)
     cells = {name: json.loads(json.dumps(settings)) for name, settings in cells.items()}
@@ -76,7 +86,7 @@ def run_cells(
             else:
                 keep(mine, values)
     elif todo:
-        _side_by_side(todo, next_one, work, folder, min(jobs, len(todo)), keep)
+        _side_by_side(todo, next_one, work, folder, min(jobs, len(todo)), keep, [] if idle is None else idle)
     if waiting:
         raise GridStopped(f"{len(waiting)} of {len(cells)} cells wait; the same command goes on with them")
     if failed:
@@ -111,54 +121,52 @@ def _side_by_side(
     folder: Path,
     jobs: int,
     keep: Callable[..., None],
+    idle: list[Worker],
 ) -> None:
     """Hand cells to processes; one that dies loses the cell that it had, and another takes its place."""
-    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-    busy: dict[Connection, tuple[str, Any]] = {}
+    busy: dict[Connection, tuple[str, Worker]] = {}
 
-    def give(line: Connection, process: Any, name: str | None) -> None:
-        """A cell for an idle process; without one it ends. If it died meanwhile, another takes the cell."""
-        try:
-            line.send(None if name is None else todo[name])
-        except OSError:
-            if name is not None:
-                start(name)
+    def start_next() -> None:
+        """The next cell, if there is one; whoever died while idle is passed over."""
+        if (name := next_one()) is None:
             return
-        if name is None:
-            process.join()
-            line.close()
-        else:
-            busy[line] = name, process
-
-    def start(name: str | None) -> None:
-        if name is None:
+        while True:
+            worker = idle.pop() if idle else _spawn(work, folder)
+            try:
+                worker.line.send(todo[name])
+            except OSError:
+                continue
+            busy[worker.line] = name, worker
             return
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, work, folder), daemon=True)
-        process.start()
-        theirs.close()
-        give(ours, process, name)
 
     try:
         for _ in range(jobs):
-            start(next_one())
+            start_next()
         while busy:
             for line in wait(list(busy)):
                 assert isinstance(line, Connection)
-                name, process = busy.pop(line)
+                name, worker = busy.pop(line)
                 try:
                     values, error = line.recv()
                 except (EOFError, OSError):
-                    process.join()
-                    keep(name, None, f"its process died with exit code {process.exitcode}")
-                    line.close()
-                    start(next_one())
-                    continue
-                keep(name, values, error)
-                give(line, process, next_one())
+                    worker.process.join()
+                    keep(name, None, f"its process died with exit code {worker.process.exitcode}")
+                else:
+                    keep(name, values, error)
+                    idle.append(worker)
+                start_next()
     finally:
-        for _, process in busy.values():
-            process.kill()
+        for _, worker in busy.values():
+            worker.process.kill()
+
+
+def _spawn(work: Work, folder: Path) -> Worker:
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_serve, args=(theirs, work, folder), daemon=True)
+    process.start()
+    theirs.close()
+    return Worker(ours, process)
 
 
 def _serve(line: Connection, work: Work, folder: Path) -> None:
@@ -166,7 +174,8 @@ def _serve(line: Connection, work: Work, folder: Path) -> None:
     if parent is not None:  # whoever kills it must not leave us writing
         threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
     try:
-        while (settings := line.recv()) is not None:
+        while True:
+            settings = line.recv()
             try:
                 answer: tuple[Values | None, str] = work(settings, folder), ""
             except Exception as error:

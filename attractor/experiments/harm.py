@@ -97,7 +97,7 @@ def speed(settings: Settings, folder: Path) -> Values:
     adapter = METHODS[settings["method"]].make(situation(plan, settings, base, old))
     batches = Batches(new.train, plan.batch_size, base.config.context, settings["seed"])
     for step in range(plan.steps):
-        adapter.step(*next(batches), plan.rate_at(step, settings["rate"]))
+        adapter.step(*next(batches), plan.rate_at(step, settings["rate"], plan.steps))
     guard = Guard({"base": base, "adapted": adapter.model}, pause=settings["pause"]).to(device).eval()
     context = base.config.context
     prompt_length, rounds = context * 5 // 8, 6

@@ -180,9 +180,9 @@ METHODS = {
     "dense, FFN + attention": Method("dense", _baseline(_blocks_without_norms)),
     "dense, LoRA on FFN": Method("dense", _lora("ffn")),
     "dense, LoRA on all": Method("dense", _lora("all")),
+    "dense, EWC 0.1": Method("dense", _ewc(0.1)),
+    "dense, EWC 1": Method("dense", _ewc(1.0)),
     "dense, EWC 10": Method("dense", _ewc(10.0)),
-    "dense, EWC 100": Method("dense", _ewc(100.0)),
-    "dense, EWC 1000": Method("dense", _ewc(1000.0)),
     "dense, GEM": Method(
         "dense", _baseline(_gem, lambda m: _nbytes([inputs.to(torch.uint8) for inputs, _ in m.memories]))
     ),

@@ -51,6 +51,8 @@ class Plan:
     """Of a model that is trained to be compared and not to be adapted."""
     evaluations: int = 6
     """Of a run of adaptation, evenly spaced; the best of them by B's validation text is what counts."""
+    passes: int = 50
+    """Over a text, at most: a small one would be known by heart before the first evaluation."""
     warmup: float = 0.08
     """Share of the steps."""
     bpe_vocabulary: int = 4096
@@ -68,11 +70,16 @@ class Plan:
             return presets.with_mixture(run, "switch", MoEConfig(num_experts=self.moe.num_experts // 2))
         return run
 
-    def rate_at(self, step: int, rate: float) -> float:
-        return rate * annealed(step, self.steps, round(self.warmup * self.steps))
+    def steps_on(self, length: int) -> int:
+        """How many steps a text of this length is learned from."""
+        most = self.passes * length // (self.batch_size * self.model.context)
+        return min(self.steps, max(self.evaluations, most))
 
-    def evaluated(self) -> list[int]:
-        return sorted({round(i * self.steps / self.evaluations) for i in range(self.evaluations + 1)})
+    def rate_at(self, step: int, rate: float, steps: int) -> float:
+        return rate * annealed(step, steps, round(self.warmup * steps))
+
+    def evaluated(self, steps: int) -> list[int]:
+        return sorted({round(i * steps / self.evaluations) for i in range(self.evaluations + 1)})
 
 
 def plan_of(size: Size) -> Plan:

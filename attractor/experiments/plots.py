@@ -71,7 +71,7 @@ def _spots(row: Mapping[str, Any]) -> dict[str, Spot]:
         now = row[way]
         told = [now[key] for key in ("forgetting", "gain", "B", "B_over_full")]
         told += [*now["forgetting_interval"], *now["B_over_full_interval"]]
-        if not all(map(math.isfinite, told)):
+        if not all(value is not None and math.isfinite(value) for value in told):
             return {}
         gains = gain_interval(row, way) or (now["gain"], now["gain"])
         found[way] = Spot(now["forgetting"], now["gain"], now["forgetting_interval"], gains)

@@ -160,9 +160,15 @@ def overview(source: str, shifts: Mapping[str, Mapping[str, Mapping[str, Any]]])
         rows = [part[method] for part in shifts.values()]
         line = [name(method)]
         for key, form in kinds.values():
-            line += [number(sum(row[way][key] for row in rows) / len(rows), form) for way in WAYS]
+            line += [number(_mean_known([row[way][key] for row in rows]), form) for way in WAYS]
         lines.append([*line, size(max(row["bytes"] for row in rows))])
     return Table(f"Pretrained on {source}: mean over {', '.join(shifts)}", columns, lines)
+
+
+def _mean_known(values: Sequence[float | None]) -> float | None:
+    """Of those that are known: where dense full gained nothing, nobody has a share of it."""
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    return sum(known) / len(known) if known else None
 
 
 def stream_table(streams: Mapping[str, Any]) -> Table:

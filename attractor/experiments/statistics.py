@@ -32,15 +32,19 @@ def gain_fraction(start: float, after: float, best_full: float) -> float:
     """How much of the way from one model's loss on B to what the best full fine-tuning of it reached.
 
     The start is that model's for everybody: equal losses on B are equal gains, wherever they came from.
+    Where full fine-tuning gained nothing there is no such share: NaN.
     """
-    return (start - after) / (start - best_full)
+    return (start - after) / (start - best_full) if best_full < start else math.nan
 
 
 def hypervolume(points: Sequence[tuple[float, float]], worst: float = 1.0) -> float:
     """The area that (gain, forgetting) points dominate: gain from 0 up, forgetting from `worst` nats down.
 
-    A method that gains all that full fine-tuning gains, and forgets nothing, has area `worst`.
+    A method that gains all that full fine-tuning gains, and forgets nothing, has area `worst`. Gains that are
+    no numbers have no area: NaN.
     """
+    if any(math.isnan(gain) for gain, _ in points):
+        return math.nan
     reached = sorted(((gain, lost) for gain, lost in points if gain > 0 and lost < worst), reverse=True)
     area, least = 0.0, worst
     for gain, lost in reached:  # the largest gain first: each adds the strip below what was covered so far

@@ -26,7 +26,7 @@ from attractor.model import GPT
 GUARDED = "APN, guarded, no labels"
 LEARNERS = {
     "dense, full": "dense", "dense, FFN only": "dense", "dense, replay 5 %": "dense",
-    "dense, EWC 100": "dense", "APN, strictly local": "apn", "APN, paper rule": "apn", GUARDED: "apn",
+    "dense, EWC 1": "dense", "APN, strictly local": "apn", "APN, paper rule": "apn", GUARDED: "apn",
 }  # fmt: skip
 """Method -> the model it starts from. Replay and EWC know the old text; the others know nothing."""
 
