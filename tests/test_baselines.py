@@ -247,6 +247,27 @@ def test_replay_draws():
     assert same(without.model.state_dict(), plain.model.state_dict())
 
 
+def test_a_memory_that_remembers_keeps_each_with_the_same_chance():
+    """5 of 20 sequences, the 5 it began with among them; offered a few at a time, over many seeds."""
+    model = build(num_layers=1, dim=2)
+    digits = torch.stack([torch.arange(20) // VOCABULARY, torch.arange(20) % VOCABULARY], dim=1)
+    kept = torch.zeros(20)
+    for seed in range(400):
+        learner = Replay(model, (digits[:5], digits[:5]), 0.0, remember=True, seed=seed)
+        for rows in digits[5:].split([4, 1, 7, 3]):
+            assert torch.equal(learner.mix(rows, rows)[0], rows)
+        held = learner.memory.inputs
+        assert torch.equal(held, learner.memory.targets)
+        numbers = held[:, 0] * VOCABULARY + held[:, 1]
+        assert len(numbers.unique()) == 5
+        kept[numbers] += 1
+    assert kept.sum() == 5 * 400
+    assert (
+        (kept - 100).abs() < 4.5 * (400 * 0.25 * 0.75) ** 0.5
+    ).all()  # the seeds are fixed: no test of luck
+    assert torch.equal(digits[:5, 1], torch.arange(5))  # what it was given is not its own
+
+
 def test_mistakes():
     model = build()
     model.positions.weight.requires_grad_(False)

@@ -131,9 +131,9 @@ def _agem(model: GPT, s: Situation) -> AGEM:
     return AGEM(model, s.memory, min(16, len(s.memory[0])), seed=s.seed, **s.options())
 
 
-def _replay(fraction: float) -> Any:
+def replay(fraction: float, *, remember: bool = False) -> Any:
     def build(model: GPT, s: Situation) -> Replay:
-        return Replay(model, s.memory, fraction, seed=s.seed, **s.options())
+        return Replay(model, s.memory, fraction, remember=remember, seed=s.seed, **s.options())
 
     return _baseline(build, lambda method: _nbytes([method.memory.inputs.to(torch.uint8)]))
 
@@ -187,8 +187,8 @@ METHODS = {
         "dense", _baseline(_gem, lambda m: _nbytes([inputs.to(torch.uint8) for inputs, _ in m.memories]))
     ),
     "dense, A-GEM": Method("dense", _baseline(_agem, lambda m: _nbytes([m.memory.inputs.to(torch.uint8)]))),
-    "dense, replay 1 %": Method("dense", _replay(0.01)),
-    "dense, replay 5 %": Method("dense", _replay(0.05)),
+    "dense, replay 1 %": Method("dense", replay(0.01)),
+    "dense, replay 5 %": Method("dense", replay(0.05)),
     "MoE, FFN only": Method("moe", _fine_tune("ffn")),
     "Switch, FFN only": Method("switch", _fine_tune("ffn")),
     "APN, full": Method("apn", _fine_tune("all")),

@@ -19,16 +19,21 @@ from attractor.data import windows
 from attractor.evaluate import evaluate
 from attractor.experiments.adapting import Meter, situation
 from attractor.experiments.grid import Settings, Values
-from attractor.experiments.methods import METHODS, PAPER_ROLES, Adapter
+from attractor.experiments.methods import METHODS, PAPER_ROLES, Adapter, Method, replay
 from attractor.experiments.plan import Plan, Text, device_of, domain, load_base, plan_of
 from attractor.model import GPT
 
 GUARDED = "APN, guarded, no labels"
-LEARNERS = {
-    "dense, full": "dense", "dense, FFN only": "dense", "dense, replay 5 %": "dense",
-    "dense, EWC 1": "dense", "APN, strictly local": "apn", "APN, paper rule": "apn", GUARDED: "apn",
-}  # fmt: skip
-"""Method -> the model it starts from. Replay and EWC know the old text; the others know nothing."""
+ONLINE = {
+    name: METHODS[name]
+    for name in ("dense, full", "dense, FFN only", "dense, EWC 1", "APN, strictly local", "APN, paper rule")
+} | {
+    "dense, replay 5 % of all so far": Method("dense", replay(0.05, remember=True)),
+    "dense, replay 25 % of all so far": Method("dense", replay(0.25, remember=True)),
+}
+"""Replay begins with a memory of the old text, and EWC with what it says about the weights."""
+LEARNERS = {name: method.model for name, method in ONLINE.items()} | {GUARDED: "apn"}
+"""Method -> the model it starts from."""
 
 
 class Online:
@@ -105,7 +110,7 @@ def run(settings: Settings, folder: Path) -> Values:
         shutil.rmtree(archive, ignore_errors=True)  # of a run that was stopped
         learner = Guarded(base, plan, settings["rate"], home[settings["order"][0]].validation, archive)
     else:
-        make: Callable[..., Adapter] = METHODS[settings["method"]].make
+        make: Callable[..., Adapter] = ONLINE[settings["method"]].make
         learner = Online(make(situation(plan, settings, base, home)), plan, settings["rate"])
     meter = Meter(base, {})
 

@@ -164,7 +164,9 @@ class Memory:
     """Old sequences, (N, T) inputs and targets, to draw some of at random, none twice in a draw."""
 
     def __init__(self, model: GPT, sequences: Batch, seed: int) -> None:
-        self.inputs, self.targets = check_batch(model, sequences, "the memory")
+        inputs, targets = check_batch(model, sequences, "the memory")
+        self.inputs, self.targets = inputs.clone(), targets.clone()
+        self.offered = len(inputs)
         self._generator = torch.Generator().manual_seed(seed)
 
     def draw(self, count: int) -> Batch:
@@ -173,6 +175,15 @@ class Memory:
         order = torch.randperm(len(self.inputs), generator=self._generator)
         chosen = order[:count].to(self.inputs.device)
         return self.inputs[chosen], self.targets[chosen]
+
+    def offer(self, inputs: Tensor, targets: Tensor) -> None:
+        """Of all sequences ever offered, with those it began with, each is kept with the same chance."""
+        ranks = self.offered + 1 + torch.arange(len(inputs))
+        places = (torch.rand(len(inputs), generator=self._generator, dtype=torch.float64) * ranks).long()
+        kept = {place: row for row, place in enumerate(places.tolist()) if place < len(self.inputs)}
+        self.inputs[list(kept)] = inputs[list(kept.values())]
+        self.targets[list(kept)] = targets[list(kept.values())]
+        self.offered += len(inputs)
 
 
 def flatten(gradients: Iterable[Tensor | None]) -> Tensor:

@@ -17,7 +17,8 @@ class Replay(Baseline):
 
     Over many steps the fraction is exact: where it is less than one sequence of a batch, some batches have
     none. It is the last sequences of a batch that go, and as many tokens are seen as without replay. The loss
-    is that of the mixed batch.
+    is that of the mixed batch. With `remember` the new sequences then take places in the memory at random: a
+    reservoir of everything so far (Vitter, 1985).
     """
 
     def __init__(
@@ -26,12 +27,13 @@ class Replay(Baseline):
         memory: Batch,
         fraction: float = 0.05,
         *,
+        remember: bool = False,
         seed: int = 0,
         train: Train = "all",
         **options: Unpack[Options],
     ) -> None:
         check_number("fraction", fraction, "a share, 0 <= fraction < 1", lambda share: 0 <= share < 1)
-        self.memory, self.fraction = Memory(model, memory, seed), fraction
+        self.memory, self.fraction, self.remember = Memory(model, memory, seed), fraction, remember
         self.seen = self.replayed = 0  # sequences
         super().__init__(model, train, **options)
 
@@ -49,5 +51,7 @@ class Replay(Baseline):
                 f"the memory has sequences of {old_inputs.shape[1]} tokens, the batch of {inputs.shape[1]}"
             )
         self.seen, self.replayed = self.seen + len(inputs), owed
+        if self.remember:
+            self.memory.offer(inputs, targets)
         kept = len(inputs) - count
         return torch.cat([inputs[:kept], old_inputs]), torch.cat([targets[:kept], old_targets])
