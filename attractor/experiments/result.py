@@ -4,6 +4,7 @@ import json
 import math
 import os
 import platform
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ import numpy
 import torch
 
 from attractor.version import __version__
+
+LIST_OF_NUMBERS = re.compile(r"\[\n[^][{}\"]*\]")
+"""In indented JSON; a line break never stands inside of a string."""
 
 
 def provenance() -> dict[str, Any]:
@@ -54,7 +58,6 @@ def finite(values: Any) -> Any:
 def write_result(path: Path, values: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".partial-{path.name}")
-    partial.write_text(
-        json.dumps(finite({**values, "provenance": provenance()}), indent=2, allow_nan=False) + "\n"
-    )
+    text = json.dumps(finite({**values, "provenance": provenance()}), indent=2, allow_nan=False)
+    partial.write_text(LIST_OF_NUMBERS.sub(lambda found: " ".join(found[0].split()), text) + "\n")
     os.replace(partial, path)
