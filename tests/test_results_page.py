@@ -374,7 +374,7 @@ def test_where_dense_full_gained_nothing_nobody_has_a_share_of_it(shifts_values)
         for way in ("alone", "guarded"):
             row[way] |= {"gain": None, "hypervolume": None}
     text = rendered(values)
-    assert "not drawn, not finite: dense, full" in text
+    assert "not drawn, not finite: dense, full; dense, FFN only and 5 more" in text
     (shown,) = [r for r in Page(text).table("old \u2192 new") if r[0][0] == "dense, FFN only"]
     assert "\u2013" in [cell[0] for cell in shown]
     assert "nan" not in text.lower()

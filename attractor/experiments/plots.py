@@ -148,7 +148,8 @@ def _left_out(rows: Rows, found: Mapping[str, Any]) -> str:
     missing = [method for method in rows if method not in found]
     if not missing:
         return ""
-    text = escape(f"not drawn, not finite: {'; '.join(missing)}")
+    more = f" and {len(missing) - 2} more" if len(missing) > 2 else ""
+    text = escape(f"not drawn, not finite: {'; '.join(missing[:2])}{more}")
     return f'<text x="{WIDTH - RIGHT}" y="{TOP + 14}" text-anchor="end">{text}</text>'
 
 
