@@ -107,7 +107,7 @@ SENSITIVITY = {
 MATCH = {
     "experiment": "match", "datasets": {
         "kjv": {"dense": {"val_loss": [1.25, 1.75], "parameters": 10, "multiply_adds_per_token": 20,
-                          "weight_decay": 0.1},
+                          "way": "rate 0.001"},
                 "<apn>": {"val_loss": [1.5]}},
     },
 }  # fmt: skip
@@ -281,7 +281,7 @@ def test_sensitivity_and_match_take_what_there_is(whole):
     rows = [
         [text for text, _ in row] for row in found.table("Mean over seeds, and")[1:] if row[0][0] == "kjv"
     ]
-    assert rows[0][2:] == ["1.5000 1.2500 to 1.7500", f"{math.exp(1.5):.3f}", "2", "10", "20", "0.1"]
+    assert rows[0][2:] == ["1.5000 1.2500 to 1.7500", f"{math.exp(1.5):.3f}", "2", "10", "20", "rate 0.001"]
     assert rows[1][1] == "<apn>"
 
 

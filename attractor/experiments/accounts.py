@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from attractor.experiments.readings import Result
-from attractor.experiments.tables import Cell, Column, Table, count, name, number, size
+from attractor.experiments.tables import MISSING, Cell, Column, Table, count, name, number, size
 
 SENSITIVITY = {
     "val_ppl": ("validation perplexity", ".3f"), "usage_entropy": ("usage entropy", ".3f"),
@@ -140,7 +140,7 @@ def _is_number(value: Any) -> bool:
 def match(result: Result) -> Table:
     columns = [Column("text", words=True), Column("model", words=True),
                Column("validation loss, nats"), Column("perplexity"), Column("seeds"), Column("parameters"),
-               Column("multiply-adds per token"), Column("weight decay", main=False)]  # fmt: skip
+               Column("multiply-adds per token"), Column("trained with", words=True)]  # fmt: skip
     lines = []
     for dataset, models in result.values["datasets"].items():
         for model, row in models.items():
@@ -151,7 +151,7 @@ def match(result: Result) -> Table:
             lines.append([
                 name(dataset), name(model), number(mean, ".4f", spread), number(perplexity),
                 number(len(losses), "d"), count(row.get("parameters")),
-                count(row.get("multiply_adds_per_token")), number(row.get("weight_decay"), "g"),
+                count(row.get("multiply_adds_per_token")), name(row.get("way", MISSING)),
             ])  # fmt: skip
     return Table("Mean over seeds, and the smallest and largest", columns, lines)
 

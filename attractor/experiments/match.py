@@ -3,10 +3,11 @@
     attractor experiment match --size smoke
 
 Characters of one text, bytes of a mixture, byte pairs of the same mixture. No model gets more training than
-another: the same steps, batches and schedule; the best validation loss of each counts. The one text is small
-and is learned by heart: there all have dropout, stop early, and each has the weight decay that suits it best
-of the same two; APN has patch dropout. On the mixture nobody has any of that. Dense is also there with the
-start that APN has by default, and experts have it: at small widths that is worth more than the kind of FFN.
+another: the same steps and batches; the best validation loss of each counts. The one text is small and is
+learned by heart: there all have dropout, stop early, and each has the weight decay that suits it best of the
+same two; APN has patch dropout. On the mixture nobody has any of that, and each has the learning rate that
+suits it best of the same two. The first seed chooses, for all. Dense is also there with the start that APN
+has by default, and experts have it: at small widths that is worth more than the kind of FFN.
 """
 
 import dataclasses
@@ -20,12 +21,15 @@ from attractor.config import APNConfig, FFNName, FFNStartName, GPTConfig, MoECon
 from attractor.experiments.benchmark import Benchmark, slug
 from attractor.experiments.grid import Values
 from attractor.experiments.plan import HOME
+from attractor.experiments.rates import finite
 from attractor.experiments.result import write_result
 
 DENSE = "dense"
 STARTS: tuple[FFNStartName, ...] = ("gpt2", "unit")
 DECAYS = (0.1, 1.0)
 """Of weights, where a text is small."""
+RATES = (1e-3, 2e-3)
+"""Of learning, where it is not."""
 
 
 def apn_of_parameters(model: GPTConfig, apn: APNConfig) -> APNConfig:
@@ -74,16 +78,21 @@ class Data(NamedTuple):
     is_small: bool = False
     """A small text is learned by heart: models keep the plan's dropout there. Elsewhere they have none."""
 
-    def of(self, config: RunConfig, steps: int) -> list[RunConfig]:
-        """The ways to train a model on this text; the best of them counts."""
+    def ways(self, config: RunConfig, steps: int) -> dict[str, RunConfig]:
+        """The ways to train a model on this text, by name; the best of them counts."""
         if self.is_small:
-            trains = [dataclasses.replace(config.train, weight_decay=decay) for decay in DECAYS]
-            return [dataclasses.replace(config, train=train) for train in trains]
-        model = dataclasses.replace(
-            config.model, dropout=0.0, apn=dataclasses.replace(config.model.apn, patch_dropout=0.0)
-        )
-        train = dataclasses.replace(config.train, max_steps=steps, patience=None)
-        return [dataclasses.replace(config, model=model, train=train)]
+            return {f"weight decay {decay:g}": _trained(config, weight_decay=decay) for decay in DECAYS}
+        apn = dataclasses.replace(config.model.apn, patch_dropout=0.0)
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, dropout=0.0, apn=apn))
+        config = _trained(config, max_steps=steps, patience=None)
+        return {
+            f"rate {rate:g}": _trained(config, learning_rate=rate, min_learning_rate=rate / 10)
+            for rate in RATES
+        }
+
+
+def _trained(config: RunConfig, **changes: Any) -> RunConfig:
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, **changes))
 
 
 def datasets(bench: Benchmark) -> dict[str, Data]:
@@ -93,31 +102,28 @@ def datasets(bench: Benchmark) -> dict[str, Data]:
 
 
 def run(bench: Benchmark, result: Path) -> dict[str, Any]:
-    seeds = range(bench.plan.seeds)
-    cells = {
-        (dataset, name, way.train.weight_decay, seed): bench.train(
-            f"{slug(name)}-{way.train.weight_decay:g}", way, data.members, data.tokenizer, seed
-        )
-        for seed in seeds  # one after the other: whoever stops in between has whole ones
-        for dataset, data in datasets(bench).items()
-        for name, config in models(bench).items()
-        for way in data.of(config, bench.plan.mixture_steps)
+    data = datasets(bench)
+    ways = {
+        (dataset, name): data[dataset].ways(config, bench.plan.mixture_steps)
+        for dataset in data for name, config in models(bench).items()
+    }  # fmt: skip
+    tried = _train(bench, ways, 0)
+    chosen = {
+        key: min(told, key=lambda way, told=told: finite(told[way]["val_loss"]))  # type: ignore[misc]
+        for key, told in tried.items()
     }
-    done = bench.run({name: cell for part in cells.values() for name, cell in part.items()})
-    tried: dict[tuple[str, str], dict[float, list[Values]]] = {}
-    for (dataset, name, decay, _), part in cells.items():
-        tried.setdefault((dataset, name), {}).setdefault(decay, []).append(done[next(iter(part))])
+    only = {key: {chosen[key]: own[chosen[key]]} for key, own in ways.items()}
+    seeds = [tried, *(_train(bench, only, seed) for seed in range(1, bench.plan.seeds))]
     found: dict[str, dict[str, Any]] = {}
-    for (dataset, name), ways in tried.items():
-        losses = {decay: [part["val_loss"] for part in parts] for decay, parts in ways.items()}
-        chosen = min(losses, key=lambda decay: float(np.mean(losses[decay])))
-        parts, first = ways[chosen], ways[chosen][0]
+    for (dataset, name), way in chosen.items():
+        parts = [seed[dataset, name][way] for seed in seeds]
+        losses = {other: told["val_loss"] for other, told in tried[dataset, name].items()}
         found.setdefault(dataset, {})[name] = {
-            "val_loss": losses[chosen], "weight_decay": chosen,
-            "val_loss_by_weight_decay": {str(decay): values for decay, values in losses.items()},
+            "val_loss": [part["val_loss"] for part in parts], "way": way, "first_seed_by_way": losses,
             "best_step": [part["best_step"] for part in parts],
-            "parameters": first["parameters"], "multiply_adds_per_token": first["multiply_adds_per_token"],
-            "seconds": [part["training_seconds"] for part in parts], "config": first["config"],
+            "parameters": parts[0]["parameters"],
+            "multiply_adds_per_token": parts[0]["multiply_adds_per_token"],
+            "seconds": [part["training_seconds"] for part in parts], "config": parts[0]["config"],
         }  # fmt: skip
     values = {
         "experiment": "match", "size": bench.size, "seeds": bench.plan.seeds, "texts": bench.hashes,
@@ -125,6 +131,20 @@ def run(bench: Benchmark, result: Path) -> dict[str, Any]:
     }  # fmt: skip
     write_result(result, values)
     return values
+
+
+def _train(
+    bench: Benchmark, ways: dict[tuple[str, str], dict[str, RunConfig]], seed: int
+) -> dict[tuple[str, str], dict[str, Values]]:
+    """Every model in every way given, with one seed."""
+    data = datasets(bench)
+    cells = {
+        (key, way): bench.train(slug(f"{key[1]} {way}"), config, data[key[0]].members,
+                                data[key[0]].tokenizer, seed)
+        for key, own in ways.items() for way, config in own.items()
+    }  # fmt: skip
+    done = bench.run({name: cell for part in cells.values() for name, cell in part.items()})
+    return {key: {way: done[next(iter(cells[key, way]))] for way in own} for key, own in ways.items()}
 
 
 def table(values: dict[str, Any]) -> str:
