@@ -112,7 +112,8 @@ class APNConfig(JSONConfig):
     routing: RoutingName = "cosine"
     """"cosine" compares directions (Algorithm 1); "dot" keeps the token's length (the core definition)."""
     init: InitName = "silu"
-    """"silu" starts every patch as SiLU; "paper" starts every gate at one half, so almost linear."""
+    """"silu" starts every patch as SiLU; "paper" starts every gate at one half, so almost linear, and
+    prototypes so short that a step turns them far."""
     dropout: float = 0.0
     """Probability of zeroing a channel of the update while training."""
     patch_dropout: float = 0.0

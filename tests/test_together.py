@@ -83,8 +83,9 @@ def test_paths_of_one_batch_rest_and_wake():
     base = base_of(sharpness=40.0)
     paths = {"base": base, "other": branch_of(base, 1)}
     text = tokens_of(3, batch=1, length=1)
-    for name in ["other"] * 6 + ["base"] * 17:
-        text = torch.cat([text, paths[name](text)[:, -1:].argmax(-1)], 1)
+    for sign in [1] * 8 + [-1] * 15:  # what the one finds likelier than the other does
+        told = [paths[name](text)[:, -1:].log_softmax(-1) for name in ("other", "base")]
+        text = torch.cat([text, (sign * (told[0] - told[1])).argmax(-1)], 1)
     seen = []
     for pause in (0.0, 8.0):
         cache = Guard(paths, pause=pause).new_cache(1)
