@@ -189,7 +189,7 @@ class APN(nn.Module):
         if name in ("gate_bias", "offset_out"):  # offsets at zero: every patch starts as the shared decoder
             values.zero_()
         elif name == "prototypes" and not paper:
-            values.normal_()  # only its direction counts, and a long vector does not turn at every step
+            values.normal_(std=0.3)  # directions alone count; short vectors turn too far in each step
         elif name == "gate_slope" and not paper:
             values.fill_(1)  # u * sigmoid(u): SiLU
         elif name in ("prototypes", "gate_slope"):

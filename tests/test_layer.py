@@ -278,7 +278,7 @@ def test_reset_and_scale_factor(dtype):
     layer.reset_parameters()
     assert layer.scale_factor is None
     assert float(layer.router_projection.detach().float().std()) == pytest.approx(400**-0.5, rel=0.05)
-    assert float(layer.prototypes.detach().float().std()) == pytest.approx(1.0, rel=0.05)
+    assert float(layer.prototypes.detach().float().std()) == pytest.approx(0.3, rel=0.05)
     assert float(layer.offset_in.detach().float().std()) == pytest.approx(64**-0.5, rel=0.05)
     assert float(layer.decoder_base.detach().float().std()) == pytest.approx(0.02 / 2**0.5, rel=0.05)
 
