@@ -6,11 +6,12 @@ Characters of one text, bytes of a mixture, byte pairs of the same mixture. No m
 another: the same steps and batches; the best validation loss of each counts. The one text is small and is
 learned by heart: there all have dropout, stop early, and each has the weight decay that suits it best of the
 same two; APN has patch dropout. On the mixture nobody has any of that, and each has the learning rate that
-suits it best of the same two. The first seed chooses, for all. Dense is also there with the start that APN
+suits it best on the same ladder. The first seed chooses, for all. Dense is also there with the start that APN
 has by default, and experts have it: at small widths that is worth more than the kind of FFN.
 """
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,18 +19,18 @@ import numpy as np
 
 from attractor import presets
 from attractor.config import APNConfig, FFNName, FFNStartName, GPTConfig, MoEConfig, RunConfig
-from attractor.experiments.benchmark import Benchmark, slug
+from attractor.experiments.benchmark import Benchmark, Cells, slug
 from attractor.experiments.grid import Values
 from attractor.experiments.plan import HOME
-from attractor.experiments.rates import finite
+from attractor.experiments.rates import best_rate, climb
 from attractor.experiments.result import write_result
 
 DENSE = "dense"
 STARTS: tuple[FFNStartName, ...] = ("gpt2", "unit")
 DECAYS = (0.1, 1.0)
 """Of weights, where a text is small."""
-RATES = (1e-3, 2e-3)
-"""Of learning, where it is not."""
+RATES = (1e-3, 2e-3, 4e-3)
+"""Of learning, where it is not. Who is best at the second tries the third."""
 
 
 def apn_of_parameters(model: GPTConfig, apn: APNConfig) -> APNConfig:
@@ -78,17 +79,20 @@ class Data(NamedTuple):
     is_small: bool = False
     """A small text is learned by heart: models keep the plan's dropout there. Elsewhere they have none."""
 
-    def ways(self, config: RunConfig, steps: int) -> dict[str, RunConfig]:
-        """The ways to train a model on this text, by name; the best of them counts."""
+    @property
+    def ladder(self) -> tuple[float, ...]:
+        """What each model has the best of: a weight decay or a learning rate."""
+        return DECAYS if self.is_small else RATES
+
+    def of(self, config: RunConfig, rung: float, steps: int) -> RunConfig:
+        """A model as it is trained on this text."""
         if self.is_small:
-            return {f"weight decay {decay:g}": _trained(config, weight_decay=decay) for decay in DECAYS}
+            return _trained(config, weight_decay=rung)
         apn = dataclasses.replace(config.model.apn, patch_dropout=0.0)
         config = dataclasses.replace(config, model=dataclasses.replace(config.model, dropout=0.0, apn=apn))
-        config = _trained(config, max_steps=steps, patience=None)
-        return {
-            f"rate {rate:g}": _trained(config, learning_rate=rate, min_learning_rate=rate / 10)
-            for rate in RATES
-        }
+        return _trained(
+            config, max_steps=steps, patience=None, learning_rate=rung, min_learning_rate=rung / 10
+        )
 
 
 def _trained(config: RunConfig, **changes: Any) -> RunConfig:
@@ -102,24 +106,36 @@ def datasets(bench: Benchmark) -> dict[str, Data]:
 
 
 def run(bench: Benchmark, result: Path) -> dict[str, Any]:
-    data = datasets(bench)
-    ways = {
-        (dataset, name): data[dataset].ways(config, bench.plan.mixture_steps)
-        for dataset in data for name, config in models(bench).items()
-    }  # fmt: skip
-    tried = _train(bench, ways, 0)
-    chosen = {
-        key: min(told, key=lambda way, told=told: finite(told[way]["val_loss"]))  # type: ignore[misc]
-        for key, told in tried.items()
+    data, configs = datasets(bench), models(bench)
+
+    def cell(dataset: str, name: str, seed: int, rung: float) -> Cells:
+        text = data[dataset]
+        config = text.of(configs[name], rung, bench.plan.mixture_steps)
+        return bench.train(f"{slug(name)}-{rung:g}", config, text.members, text.tokenizer, seed)
+
+    tried: dict[tuple[str, str], dict[float, Values]] = {}
+    for ladder in dict.fromkeys(text.ladder for text in data.values()):
+        searched = {
+            (dataset, name): partial(cell, dataset, name, 0)
+            for dataset, text in data.items() if text.ladder == ladder for name in configs
+        }  # fmt: skip
+        tried |= climb(bench, ladder, searched)
+    chosen = {key: best_rate(told)["rate"] for key, told in tried.items()}
+    others = {
+        (key, seed): cell(*key, seed, rung)
+        for seed in range(1, bench.plan.seeds)  # one after the other: whoever stops in between has whole ones
+        for key, rung in chosen.items()
     }
-    only = {key: {chosen[key]: own[chosen[key]]} for key, own in ways.items()}
-    seeds = [tried, *(_train(bench, only, seed) for seed in range(1, bench.plan.seeds))]
+    done = bench.run({name: settings for part in others.values() for name, settings in part.items()})
     found: dict[str, dict[str, Any]] = {}
-    for (dataset, name), way in chosen.items():
-        parts = [seed[dataset, name][way] for seed in seeds]
-        losses = {other: told["val_loss"] for other, told in tried[dataset, name].items()}
+    for key, rung in chosen.items():
+        dataset, name = key
+        later = [done[next(iter(others[key, seed]))] for seed in range(1, bench.plan.seeds)]
+        parts = [tried[key][rung], *later]
         found.setdefault(dataset, {})[name] = {
-            "val_loss": [part["val_loss"] for part in parts], "way": way, "first_seed_by_way": losses,
+            "val_loss": [part["val_loss"] for part in parts],
+            "way": f"{'weight decay' if data[dataset].is_small else 'rate'} {rung:g}",
+            "first_seed": {str(other): told["val_loss"] for other, told in sorted(tried[key].items())},
             "best_step": [part["best_step"] for part in parts],
             "parameters": parts[0]["parameters"],
             "multiply_adds_per_token": parts[0]["multiply_adds_per_token"],
@@ -131,20 +147,6 @@ def run(bench: Benchmark, result: Path) -> dict[str, Any]:
     }  # fmt: skip
     write_result(result, values)
     return values
-
-
-def _train(
-    bench: Benchmark, ways: dict[tuple[str, str], dict[str, RunConfig]], seed: int
-) -> dict[tuple[str, str], dict[str, Values]]:
-    """Every model in every way given, with one seed."""
-    data = datasets(bench)
-    cells = {
-        (key, way): bench.train(slug(f"{key[1]} {way}"), config, data[key[0]].members,
-                                data[key[0]].tokenizer, seed)
-        for key, own in ways.items() for way, config in own.items()
-    }  # fmt: skip
-    done = bench.run({name: cell for part in cells.values() for name, cell in part.items()})
-    return {key: {way: done[next(iter(cells[key, way]))] for way in own} for key, own in ways.items()}
 
 
 def table(values: dict[str, Any]) -> str:

@@ -13,7 +13,9 @@ def finite(loss: float | None) -> float:
 
 
 def loss_of(cell: Values) -> float:
-    """What a rate is chosen by: B's validation text or, of a stream, what was read before it was learned."""
+    """What is chosen by: the validation text or, of a stream, what was read before it was learned."""
+    if "val_loss" in cell:  # of a model that was trained
+        return finite(cell["val_loss"])
     return finite(cell["best"]["validation"] if "best" in cell else cell["progressive"][1])
 
 
