@@ -266,6 +266,12 @@ def test_a_memory_that_remembers_keeps_each_with_the_same_chance():
         (kept - 100).abs() < 4.5 * (400 * 0.25 * 0.75) ** 0.5
     ).all()  # the seeds are fixed: no test of luck
     assert torch.equal(digits[:5, 1], torch.arange(5))  # what it was given is not its own
+    stayed = 0
+    for seed in range(400):  # of two, one
+        learner = Replay(model, (digits[:1], digits[:1]), 0.0, remember=True, seed=seed)
+        learner.mix(digits[1:2], digits[1:2])
+        stayed += int(torch.equal(learner.memory.inputs, digits[:1]))
+    assert 160 < stayed < 240
 
 
 def test_mistakes():

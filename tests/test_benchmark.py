@@ -256,8 +256,8 @@ def test_each_model_is_trained_the_way_that_suits_it(texts, tmp_path, monkeypatc
         done = {}
         for name, cell in cells.items():
             train = cell["config"]["train"]
-            height = max(train["learning_rate"] / 1e-3, train["weight_decay"] / 0.1)
-            loss = None if height > 1 and "moe" in name else (-height if "apn" in name else height)
+            height = max(train["learning_rate"] / 5e-4, 2 * train["weight_decay"] / 0.1)
+            loss = None if height > 2 and "moe" in name else (-height if "apn" in name else height)
             done[name] = {"val_loss": loss, "best_step": 1, "parameters": 2, "multiply_adds_per_token": 3,
                           "training_seconds": 4.0, "config": cell["config"]}  # fmt: skip
         return done
@@ -268,13 +268,30 @@ def test_each_model_is_trained_the_way_that_suits_it(texts, tmp_path, monkeypatc
     for dataset, rows in values["datasets"].items():
         for name, row in rows.items():
             small, high = "characters" in dataset, "APN" in name
-            tried = (0.1, 1.0) if small else (0.001, 0.002, 0.004) if high else (0.001, 0.002)
+            rates = (0.001, 0.002, 0.004, 0.008) if high else (0.0005, 0.001, 0.002)
+            tried = (0.1, 1.0) if small else rates
             assert [float(rung) for rung in row["first_seed"]] == list(tried)
             assert float(row["way"].split()[-1]) == (tried[-1] if high else tried[0]), (dataset, name)
+            assert row["at_edge"]
             assert len(row["val_loss"]) == 3
             kept = row["config"]["train"]
             assert (kept["weight_decay"] if small else kept["learning_rate"]) == float(row["way"].split()[-1])
     assert "over best dense" in match.table(values)
+
+
+def test_a_model_that_diverges_has_lost_and_the_others_go_on(texts, tmp_path, monkeypatch):
+    monkeypatch.setattr(match, "RATES", (1e-3, 1e25))
+    configs = match.models
+
+    def one(bench):
+        return {"dense": configs(bench)["dense"]}
+
+    monkeypatch.setattr(match, "models", one)
+    values = match.run(Benchmark("smoke", tmp_path, domains=texts), tmp_path / "match.json")
+    row = values["datasets"]["mixture, bytes"]["dense"]
+    assert row["first_seed"] == {"0.001": row["val_loss"][0], "1e+25": None}
+    row["val_loss"].append(None)
+    assert "dense                         diverged" in match.table(values)
 
 
 def test_variants_change_one_thing(bench):

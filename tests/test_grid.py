@@ -79,6 +79,7 @@ def where(settings, folder):
 
 def test_processes_are_kept_for_whoever_asks_again(tmp_path):
     idle = []
+    (tmp_path / "b").mkdir()
     ran = []
     for numbers in ((1, 2, 3), (4, 5, 6)):
         done = run_cells(cells_of(*numbers), where, tmp_path, jobs=2, idle=idle)
@@ -91,6 +92,8 @@ def test_processes_are_kept_for_whoever_asks_again(tmp_path):
     processes[-1].join()
     (last,) = run_cells(cells_of(7), where, tmp_path, jobs=2, idle=idle).values()  # by the other one
     assert last["pid"] == processes[0].pid
+    (elsewhere,) = run_cells(cells_of(7), work, tmp_path / "b", jobs=2, idle=idle).values()
+    assert elsewhere == {"square": 49}  # other work, in another folder
     idle.clear()  # nobody has a line to it any more
     processes[0].join(20)
     assert processes[0].exitcode == 0

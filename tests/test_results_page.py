@@ -378,6 +378,7 @@ def test_where_dense_full_gained_nothing_nobody_has_a_share_of_it(shifts_values)
     (shown,) = [r for r in Page(text).table("old \u2192 new") if r[0][0] == "dense, FFN only"]
     assert "\u2013" in [cell[0] for cell in shown]
     assert "nan" not in text.lower()
+    assert "mean over &lt;i&gt;other&lt;/i&gt;<" in text  # without the shift that has no gains
 
 
 def test_intervals_of_gains_are_those_of_b(shifts_values):

@@ -144,7 +144,7 @@ def match(result: Result) -> Table:
     lines = []
     for dataset, models in result.values["datasets"].items():
         for model, row in models.items():
-            losses = [row["val_loss"]] if isinstance(row["val_loss"], int | float) else row["val_loss"]
+            losses = [math.inf if loss is None else loss for loss in row["val_loss"]]
             mean = sum(losses) / len(losses)
             spread = (min(losses), max(losses)) if len(losses) > 1 else None
             perplexity = math.exp(mean) if mean < 700 else math.inf

@@ -26,6 +26,7 @@ from attractor.experiments.plan import Plan, Text, device_of, domain, load_base,
 from attractor.experiments.table1 import train_and_measure
 from attractor.model import GPT
 from attractor.tokenizer import ByteTokenizer
+from attractor.trainer import NotFiniteLoss
 
 BLOCK = 1024
 """Tokens of a block, for the bootstrap: the losses of neighbours are not independent."""
@@ -39,6 +40,15 @@ def pretrain(settings: Settings, folder: Path) -> Values:
     config = RunConfig.from_dict(settings["config"])
     place = folder / "pretrained" / settings["base"]
     return train_and_measure(config, dataset, place, device=settings["device"], report=lambda record: None)
+
+
+def train(settings: Settings, folder: Path) -> Values:
+    """The same for a model that is only compared: if it diverges it has no loss, and the others go on."""
+    try:
+        return pretrain(settings, folder)
+    except NotFiniteLoss:
+        unknown = dict.fromkeys(("val_loss", "best_step", "parameters", "multiply_adds_per_token"))
+        return {**unknown, "training_seconds": None, "config": settings["config"]}
 
 
 def tokens_of(plan: Plan, kind: str, texts: Sequence[Text], folder: Path) -> Dataset:

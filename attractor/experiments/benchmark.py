@@ -28,6 +28,7 @@ from attractor.experiments.plan import (
 
 WORK: dict[str, Callable[[Settings, Path], Values]] = {
     "pretrain": adapting.pretrain,
+    "train": adapting.train,
     "adapt": adapting.adapt,
     "stream": streams.run,
     "harm": harm.harm,
@@ -138,7 +139,7 @@ class Benchmark:
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=seed))
         base = f"{name}-{tokenizer}-{'-'.join(members)}-{seed}"
         settings = {"members": list(members), "tokenizer": tokenizer, "config": config.to_dict()}
-        return {f"train-{base}": self._cell("pretrain", members, base=base, **settings)}
+        return {f"train-{base}": self._cell("train", members, base=base, **settings)}
 
     def stream(self, method: str, order: Sequence[str], seed: int, rate: float) -> Cells:
         base = f"{streams.LEARNERS[method]}-{order[0]}-{seed}"

@@ -56,7 +56,6 @@ def run_cells(
 
     When `stop` says so, no further cell is started, and GridStopped is raised when the others are done.
     Processes come from `idle` and go back to it: starting one takes seconds, and many when all start at once.
-    Who calls again with the same work and folder can keep that list.
     """
     check_size("jobs", jobs)
     cells = {name: json.loads(json.dumps(settings)) for name, settings in cells.items()}
@@ -131,9 +130,9 @@ def _side_by_side(
         if (name := next_one()) is None:
             return
         while True:
-            worker = idle.pop() if idle else _spawn(work, folder)
+            worker = idle.pop() if idle else _spawn()
             try:
-                worker.line.send(todo[name])
+                worker.line.send((work, todo[name], folder))
             except OSError:
                 continue
             busy[worker.line] = name, worker
@@ -160,22 +159,22 @@ def _side_by_side(
             worker.process.kill()
 
 
-def _spawn(work: Work, folder: Path) -> Worker:
+def _spawn() -> Worker:
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, work, folder), daemon=True)
+    process = context.Process(target=_serve, args=(theirs,), daemon=True)
     process.start()
     theirs.close()
     return Worker(ours, process)
 
 
-def _serve(line: Connection, work: Work, folder: Path) -> None:
+def _serve(line: Connection) -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:  # whoever kills it must not leave us writing
         threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
     try:
         while True:
-            settings = line.recv()
+            work, settings, folder = line.recv()
             try:
                 answer: tuple[Values | None, str] = work(settings, folder), ""
             except Exception as error:

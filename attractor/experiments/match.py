@@ -11,6 +11,7 @@ has by default, and experts have it: at small widths that is worth more than the
 """
 
 import dataclasses
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,15 +23,15 @@ from attractor.config import APNConfig, FFNName, FFNStartName, GPTConfig, MoECon
 from attractor.experiments.benchmark import Benchmark, Cells, slug
 from attractor.experiments.grid import Values
 from attractor.experiments.plan import HOME
-from attractor.experiments.rates import best_rate, climb
+from attractor.experiments.rates import best_rate, climb, finite
 from attractor.experiments.result import write_result
 
 DENSE = "dense"
 STARTS: tuple[FFNStartName, ...] = ("gpt2", "unit")
 DECAYS = (0.1, 1.0)
 """Of weights, where a text is small."""
-RATES = (1e-3, 2e-3, 4e-3)
-"""Of learning, where it is not. Who is best at the second tries the third."""
+RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
+"""Of learning, where it is not: from the middle up or down, as each needs."""
 
 
 def apn_of_parameters(model: GPTConfig, apn: APNConfig) -> APNConfig:
@@ -120,7 +121,8 @@ def run(bench: Benchmark, result: Path) -> dict[str, Any]:
             for dataset, text in data.items() if text.ladder == ladder for name in configs
         }  # fmt: skip
         tried |= climb(bench, ladder, searched)
-    chosen = {key: best_rate(told)["rate"] for key, told in tried.items()}
+    best = {key: best_rate(told) for key, told in tried.items()}
+    chosen = {key: told["rate"] for key, told in best.items()}
     others = {
         (key, seed): cell(*key, seed, rung)
         for seed in range(1, bench.plan.seeds)  # one after the other: whoever stops in between has whole ones
@@ -135,6 +137,7 @@ def run(bench: Benchmark, result: Path) -> dict[str, Any]:
         found.setdefault(dataset, {})[name] = {
             "val_loss": [part["val_loss"] for part in parts],
             "way": f"{'weight decay' if data[dataset].is_small else 'rate'} {rung:g}",
+            "at_edge": best[key]["at_edge"],
             "first_seed": {str(other): told["val_loss"] for other, told in sorted(tried[key].items())},
             "best_step": [part["best_step"] for part in parts],
             "parameters": parts[0]["parameters"],
@@ -149,15 +152,23 @@ def run(bench: Benchmark, result: Path) -> dict[str, Any]:
     return values
 
 
+def _mean(row: dict[str, Any]) -> float:
+    return float(np.mean([finite(loss) for loss in row["val_loss"]]))
+
+
 def table(values: dict[str, Any]) -> str:
     lines = []
     for dataset, rows in values["datasets"].items():
-        dense = min(float(np.mean(row["val_loss"])) for name, row in rows.items() if name.startswith(DENSE))
+        dense = min(_mean(row) for name, row in rows.items() if name.startswith(DENSE))
         lines.append(
             f"{dataset}: validation loss, nats per token, mean of {values['seeds']} seed(s); over best dense"
         )
         for name, row in rows.items():
-            loss, spread = float(np.mean(row["val_loss"])), float(np.std(row["val_loss"]))
+            loss = _mean(row)
+            if not math.isfinite(loss):
+                lines.append(f"  {name:30s}diverged")
+                continue
+            spread = float(np.std(row["val_loss"]))
             size, work = row["parameters"] / 1e6, row["multiply_adds_per_token"] / 1e6
             lines.append(
                 f"  {name:30s}{loss:8.4f} +-{spread:.4f}{loss - dense:+9.4f}{size:9.2f}M parameters"

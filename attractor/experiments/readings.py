@@ -150,6 +150,7 @@ def shift_table(title: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def overview(source: str, shifts: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Table:
     """Every method, the mean over the shifts of one pretraining text."""
+    shifts = {name: rows for name, rows in shifts.items() if _has_gains(rows)} or shifts
     methods = list(next(iter(shifts.values())))
     kinds = {"gain on B": ("gain", ".3f"), "forgetting of A, nats": ("forgetting", ".4f"),
              "area": ("hypervolume", ".3f")}  # fmt: skip
@@ -165,10 +166,14 @@ def overview(source: str, shifts: Mapping[str, Mapping[str, Mapping[str, Any]]])
     return Table(f"Pretrained on {source}: mean over {', '.join(shifts)}", columns, lines)
 
 
+def _has_gains(rows: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Where dense full gained nothing, nobody has a share of it: such a shift has no part in means."""
+    return any(row["full_gained"] > 0 for row in rows.values())
+
+
 def _mean_known(values: Sequence[float | None]) -> float | None:
-    """Of those that are known: where dense full gained nothing, nobody has a share of it."""
     known = [value for value in values if value is not None and math.isfinite(value)]
-    return sum(known) / len(known) if known else None
+    return sum(known) / len(values) if len(known) == len(values) else None
 
 
 def stream_table(streams: Mapping[str, Any]) -> Table:
