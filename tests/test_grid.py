@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from attractor.experiments.grid import CellsFailed, GridStopped, cell_file, run_cells
 
@@ -74,7 +75,7 @@ def test_a_process_that_dies_loses_one_cell(tmp_path):
 
 
 def where(settings, folder):
-    return {"pid": os.getpid()}
+    return {"pid": os.getpid(), "threads": torch.get_num_threads()}
 
 
 def test_processes_are_kept_for_whoever_asks_again(tmp_path):
@@ -84,6 +85,7 @@ def test_processes_are_kept_for_whoever_asks_again(tmp_path):
     for numbers in ((1, 2, 3), (4, 5, 6)):
         done = run_cells(cells_of(*numbers), where, tmp_path, jobs=2, idle=idle)
         ran.append({values["pid"] for values in done.values()})
+    assert all(values["threads"] == max(1, torch.get_num_threads() // 2) for values in done.values())
     assert ran[1] <= {worker.process.pid for worker in idle}
     assert ran[1] & ran[0]
     processes = [worker.process for worker in idle]

@@ -16,6 +16,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from attractor.config import check_size
 from attractor.experiments.result import write_result
 
@@ -130,7 +132,7 @@ def _side_by_side(
         if (name := next_one()) is None:
             return
         while True:
-            worker = idle.pop() if idle else _spawn()
+            worker = idle.pop() if idle else _spawn(jobs)
             try:
                 worker.line.send((work, todo[name], folder))
             except OSError:
@@ -159,16 +161,17 @@ def _side_by_side(
             worker.process.kill()
 
 
-def _spawn() -> Worker:
+def _spawn(jobs: int) -> Worker:
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs,), daemon=True)
+    process = context.Process(target=_serve, args=(theirs, jobs), daemon=True)
     process.start()
     theirs.close()
     return Worker(ours, process)
 
 
-def _serve(line: Connection) -> None:
+def _serve(line: Connection, jobs: int) -> None:
+    torch.set_num_threads(max(1, torch.get_num_threads() // jobs))  # else all wait for each other's threads
     parent = multiprocessing.parent_process()
     if parent is not None:  # whoever kills it must not leave us writing
         threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
