@@ -132,9 +132,9 @@ def _side_by_side(
         if (name := next_one()) is None:
             return
         while True:
-            worker = idle.pop() if idle else _spawn(jobs)
+            worker = idle.pop() if idle else _spawn()
             try:
-                worker.line.send((work, todo[name], folder))
+                worker.line.send((work, todo[name], folder, jobs))
             except OSError:
                 continue
             busy[worker.line] = name, worker
@@ -161,23 +161,24 @@ def _side_by_side(
             worker.process.kill()
 
 
-def _spawn(jobs: int) -> Worker:
+def _spawn() -> Worker:
     context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs, jobs), daemon=True)
+    process = context.Process(target=_serve, args=(theirs,), daemon=True)
     process.start()
     theirs.close()
     return Worker(ours, process)
 
 
-def _serve(line: Connection, jobs: int) -> None:
-    torch.set_num_threads(max(1, torch.get_num_threads() // jobs))  # else all wait for each other's threads
+def _serve(line: Connection) -> None:
+    threads = torch.get_num_threads()
     parent = multiprocessing.parent_process()
     if parent is not None:  # whoever kills it must not leave us writing
         threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
     try:
         while True:
-            work, settings, folder = line.recv()
+            work, settings, folder, jobs = line.recv()
+            torch.set_num_threads(max(1, threads // jobs))  # else they wait for each other's threads
             try:
                 answer: tuple[Values | None, str] = work(settings, folder), ""
             except Exception as error:
