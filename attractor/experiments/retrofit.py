@@ -41,7 +41,7 @@ PLANS: dict[str, dict[str, Any]] = {
               "evaluations": 1, "apn": {"num_patches": 8, "top_k": 2, "rank": 4}},
     "full": {"steps": 300, "batch_size": 16, "context": 256, "rates": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
              "train": 3_000_000, "held_out": 150_000, "evaluations": 4,
-             "apn": {"num_patches": 32, "top_k": 4, "rank": 32}},
+             "apn": {"num_patches": 16, "top_k": 8, "rank": 64}},
 }  # fmt: skip
 """`train` and `held_out` are characters; a domain holds out as much to choose by and as much to test on."""
 
@@ -80,21 +80,23 @@ def adapt(settings: Settings, folder: Path) -> Values:
 
     torch.manual_seed(settings["seed"])
     learner, parameters = prepare(settings["method"], model, train, plan, settings["seed"])
-    best: dict[str, Any] = {}
+    best: list[torch.Tensor] = []
 
     def keep() -> None:
-        guard = Guard({"base": cast(GPT, pristine), "adapted": cast(GPT, learner)}).to(device).eval()
-        best.update(
-            alone=losses(learner), guarded=losses(guard), bound=guard.bound(plan["context"]) / plan["context"]
-        )
+        best[:] = [parameter.detach().clone() for parameter in parameters]
 
-    before = losses(pristine)
     done = teach(
         learner, parameters, train, validation, steps=plan["steps"], batch_size=plan["batch_size"],
         learning_rate=settings["rate"], evaluations=plan["evaluations"], seed=settings["seed"], keep=keep,
     )  # fmt: skip
+    with torch.no_grad():
+        for parameter, value in zip(parameters, best, strict=True):
+            parameter.copy_(value)
+    guard = Guard({"base": cast(GPT, pristine), "adapted": cast(GPT, learner)}).to(device).eval()
+    bound = guard.bound(plan["context"]) / plan["context"]
+    measured = {"before": losses(pristine), "alone": losses(learner), "guarded": losses(guard)}
     size = sum(parameter.numel() for parameter in pristine.parameters())
-    return {"before": before, **best, "taught": done, "parameters": size}
+    return {**measured, "bound": bound, "taught": done, "parameters": size}
 
 
 def prepare(
@@ -142,11 +144,12 @@ def run(
     plan = PLANS[size]
     hashes = write_texts(folder, plan, domains, retained)
     first, *_ = domains
+    unread = {method: {"rates"} if method == APN_ROW else {"rates", "apn"} for method in METHODS}
 
     def cell(domain: str, method: str, rate: float) -> dict[str, Settings]:
         settings = {"size": size, "model": model, "domain": domain, "method": method, "rate": rate,
                     "seed": seed, "retained": list(retained), "device": str(parse_device(device)),
-                    "plan": {key: value for key, value in plan.items() if key != "rates"},
+                    "plan": {key: value for key, value in plan.items() if key not in unread[method]},
                     "texts": {name: hashes[name] for name in (domain, *retained)}}  # fmt: skip
         return {f"{domain}-{method.replace(' ', '_')}-{rate:g}-{seed}": settings}
 
