@@ -29,12 +29,15 @@ def main(steps: int = 200) -> None:
     train, validation, test = new[:-8000], new[-8000:-4000], new[-4000:]
     sample = torch.from_numpy(train[: 32 * CONTEXT]).view(32, CONTEXT)
     net = attractor.retrofit(
-        model, APNConfig(num_patches=32, top_k=4, rank=32), prototypes="kmeans", sample=sample, name="folio"
+        model, APNConfig(num_patches=16, top_k=8, rank=64), prototypes="kmeans", sample=sample, name="folio"
     )
     net.print_trainable_parameters()
     folio = CausalLM(net, "folio", context=CONTEXT)
     paths: dict[str, Any] = {"base": CausalLM(net, None, context=CONTEXT), "folio": folio}
-    done = teach(folio, net.trainable_parameters(), train, validation, steps=steps, batch_size=8, report=show)
+    done = teach(
+        folio, net.trainable_parameters(), train, validation, steps=steps, batch_size=8, learning_rate=1e-2,
+        report=show,
+    )  # fmt: skip
     print(f"validation loss {done['before']:.3f} -> {done['best']:.3f} at step {done['best_step']}")
     paths["guarded"] = guard = Guard(paths)  # one copy of the weights, two ways through them
     for name, tokens in {"First Folio": test, "Python": old[-4000:]}.items():

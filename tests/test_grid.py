@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from attractor.experiments.grid import CellsFailed, GridStopped, cell_file, run_cells
+from attractor.experiments.grid import CellsFailed, GridStopped, cell_file, origins, run_cells
+from attractor.experiments.readings import provenance
 
 both_ways = pytest.mark.parametrize("jobs", [1, 2])
 
@@ -48,6 +49,16 @@ def test_what_is_done_is_not_done_again(tmp_path, jobs):
     saved = json.loads(cell_file(tmp_path, "cell-4").read_text())
     assert saved["settings"] == {"number": 4}
     assert saved["provenance"]["versions"]
+
+
+def test_cells_say_where_they_come_from(tmp_path, monkeypatch):
+    for commit, numbers in {"one": (1, 2), "two": (1, 2, 3)}.items():
+        monkeypatch.setenv("ATTRACTOR_COMMIT", commit)
+        run_cells(cells_of(*numbers), work, tmp_path)
+    told = origins(tmp_path, cells_of(1, 2, 3))
+    assert [(part["commit"], part["cells"]) for part in told] == [("one", 2), ("two", 1)]
+    assert provenance({"cells": told, "provenance": {"commit": "two"}})["Code"] == "one, two"
+    assert provenance({"provenance": {"commit": "two"}})["Code"] == "two"
 
 
 def test_other_settings_are_another_cell(tmp_path):

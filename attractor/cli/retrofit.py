@@ -26,7 +26,7 @@ class RetrofitModel:
     out: Path = Path("runs/retrofit")
     """Gets adapter/ (for attractor.load_retrofit) and summary.json."""
     apn: Annotated[APNConfig, tyro.conf.arg(name="")] = field(
-        default_factory=lambda: APNConfig(num_patches=32, top_k=4, rank=32)
+        default_factory=lambda: APNConfig(num_patches=16, top_k=8, rank=64)
     )
     layers: str = "all"
     """All blocks, their numbers ("0,1,2"), or a pattern ("model.layers.[0-3].mlp")."""
@@ -36,7 +36,8 @@ class RetrofitModel:
     batch_size: int = 8
     context: int = 256
     """Tokens of a sequence."""
-    learning_rate: float = 1e-3
+    learning_rate: float = 1e-2
+    """Patches want a larger one than LoRA or fine-tuning."""
     val_fraction: float = 0.05
     """The last part of the text: the layers are kept as they were when they predicted it best."""
     seed: int = 0

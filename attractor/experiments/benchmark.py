@@ -12,7 +12,7 @@ from typing import Any
 from attractor.config import RunConfig, check_size
 from attractor.distributed import parse_device
 from attractor.experiments import adapting, harm, streams
-from attractor.experiments.grid import Report, Settings, Values, Worker, run_cells
+from attractor.experiments.grid import Report, Settings, Values, Worker, origins, run_cells
 from attractor.experiments.methods import METHODS
 from attractor.experiments.plan import (
     HOME,
@@ -85,14 +85,20 @@ class Benchmark:
         self.hashes = read_domains(self.plan, sources, self.folder)
         self.started = time.monotonic()
         self.idle: list[Worker] = []
+        self.asked: set[str] = set()
 
     def run(self, cells: Mapping[str, Settings]) -> dict[str, Values]:
         """The values of all cells, computed now where they are not there yet. GridStopped: out of time."""
+        self.asked |= cells.keys()
         late = None if self.minutes is None else self.started + 60 * self.minutes
         return run_cells(
             cells, work, self.folder, jobs=self.jobs, report=self.report,
             stop=lambda: late is not None and time.monotonic() > late, idle=self.idle,
         )  # fmt: skip
+
+    def origins(self) -> list[dict[str, Any]]:
+        """Where the cells come from that were asked for."""
+        return origins(self.folder, self.asked)
 
     def members(self, source: str) -> list[str]:
         """The domains that a pretraining text is made of."""

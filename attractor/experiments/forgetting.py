@@ -52,7 +52,7 @@ def run(bench: Benchmark, result: Path, *, seed: int = 0) -> dict[str, Any]:
         "config": {name: part["config"] for name, part in pretrained.items()}, "texts": bench.hashes,
         "rates": bench.plan.rates, "shifts": shifts, "harm": harm,
         "stream": {**stream, **chosen, **transfer(stream["matrix"], stream["order"])},
-        "speed": speed,
+        "speed": speed, "cells": bench.origins(),
     }  # fmt: skip
     write_result(result, {**values, "shows": shows(values)})
     return {**values, "shows": shows(values)}

@@ -11,7 +11,8 @@ import logging
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -109,6 +110,16 @@ def read_cell(folder: Path, name: str, settings: Settings) -> Values | None:
         return None
 
 
+def origins(folder: Path, names: Iterable[str]) -> list[dict[str, Any]]:
+    """Where these cells come from: a grid that was resumed may be of several versions of the code."""
+    counts: Counter[str] = Counter()
+    for name in names:
+        made = json.loads(cell_file(folder, name).read_text())["provenance"]
+        made["machine"].pop("cpu_threads")  # of as many as there were jobs at that moment
+        counts[json.dumps(made, sort_keys=True)] += 1
+    return [{**json.loads(made), "cells": count} for made, count in counts.most_common()]
+
+
 def _values(folder: Path, name: str, settings: Settings) -> Values:
     values = read_cell(folder, name, settings)
     assert values is not None, name
@@ -179,6 +190,7 @@ def _serve(line: Connection) -> None:
         while True:
             work, settings, folder, jobs = line.recv()
             torch.set_num_threads(max(1, threads // jobs))  # else they wait for each other's threads
+            os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, (os.cpu_count() or 1) // jobs)))
             try:
                 answer: tuple[Values | None, str] = work(settings, folder), ""
             except Exception as error:

@@ -6,8 +6,8 @@ Characters of one text, bytes of a mixture, byte pairs of the same mixture. No m
 another: the same steps and batches; the best validation loss of each counts. The one text is small and is
 learned by heart: there all have dropout, stop early, and each has the weight decay that suits it best of the
 same two; APN has patch dropout. On the mixture nobody has any of that, and each has the learning rate that
-suits it best on the same ladder. The first seed chooses, for all. Dense is also there with the start that APN
-has by default, and experts have it: at small widths that is worth more than the kind of FFN.
+suits it best on the same ladder, on bytes. The first seed chooses, for all. Dense is also there with the
+start that APN has by default, and experts have it: at small widths that is worth more than the kind of FFN.
 """
 
 import dataclasses
@@ -45,6 +45,11 @@ def apn_of_parameters(model: GPTConfig, apn: APNConfig) -> APNConfig:
     return dataclasses.replace(apn, rank=r, num_patches=patches, top_k=active)
 
 
+def three_wide(model: GPTConfig, apn: APNConfig) -> APNConfig:
+    """As many parameters and multiply-adds in three patches, all active: what is lost by a narrow code?"""
+    return dataclasses.replace(apn, num_patches=3, top_k=3, rank=(8 * model.dim - 3) // 4 // 8 * 8)
+
+
 def models(bench: Benchmark) -> dict[str, RunConfig]:
     """At full size no APN has more multiply-adds than dense; the paper's has 256 patches at any width."""
     plan = bench.plan
@@ -59,9 +64,9 @@ def models(bench: Benchmark) -> dict[str, RunConfig]:
     }  # fmt: skip
     patches = {
         "APN, equal parameters": apn_of_parameters(plan.model, apn),
+        "APN, equal parameters, three patches": three_wide(plan.model, apn),
         "APN, as planned": apn,
-        "APN, twice the patches": dataclasses.replace(apn, num_patches=2 * apn.num_patches),
-        "APN, a quarter active": dataclasses.replace(apn, top_k=max(1, apn.top_k // 4)),
+        "APN, four times the patches": dataclasses.replace(apn, num_patches=4 * apn.num_patches),
         "APN, the paper's": APNConfig(init="paper"),
     }
     usual, unit = (
@@ -79,6 +84,8 @@ class Data(NamedTuple):
     members: list[str]
     is_small: bool = False
     """A small text is learned by heart: models keep the plan's dropout there. Elsewhere they have none."""
+    like: str | None = None
+    """The dataset whose choices it takes."""
 
     @property
     def ladder(self) -> tuple[float, ...]:
@@ -103,7 +110,7 @@ def _trained(config: RunConfig, **changes: Any) -> RunConfig:
 def datasets(bench: Benchmark) -> dict[str, Data]:
     mixture = list(bench.mixture)
     return {f"{HOME}, characters": Data("char", [HOME], True), "mixture, bytes": Data("byte", mixture),
-            "mixture, byte pairs": Data("bpe", mixture)}  # fmt: skip
+            "mixture, byte pairs": Data("bpe", mixture, like="mixture, bytes")}  # fmt: skip
 
 
 def run(bench: Benchmark, result: Path) -> dict[str, Any]:
@@ -118,27 +125,31 @@ def run(bench: Benchmark, result: Path) -> dict[str, Any]:
     for ladder in dict.fromkeys(text.ladder for text in data.values()):
         searched = {
             (dataset, name): partial(cell, dataset, name, 0)
-            for dataset, text in data.items() if text.ladder == ladder for name in configs
+            for dataset, text in data.items() if text.ladder == ladder and text.like is None
+            for name in configs
         }  # fmt: skip
         tried |= climb(bench, ladder, searched)
     best = {key: best_rate(told) for key, told in tried.items()}
-    chosen = {key: told["rate"] for key, told in best.items()}
-    others = {
+    chosen = {
+        (dataset, name): best[text.like or dataset, name]["rate"]
+        for dataset, text in data.items() for name in configs
+    }  # fmt: skip
+    cells = {
         (key, seed): cell(*key, seed, rung)
-        for seed in range(1, bench.plan.seeds)  # one after the other: whoever stops in between has whole ones
+        for seed in range(bench.plan.seeds)  # one after the other: whoever stops in between has whole ones
         for key, rung in chosen.items()
     }
-    done = bench.run({name: settings for part in others.values() for name, settings in part.items()})
+    done = bench.run({name: settings for part in cells.values() for name, settings in part.items()})
     found: dict[str, dict[str, Any]] = {}
     for key, rung in chosen.items():
         dataset, name = key
-        later = [done[next(iter(others[key, seed]))] for seed in range(1, bench.plan.seeds)]
-        parts = [tried[key][rung], *later]
+        parts = [done[next(iter(cells[key, seed]))] for seed in range(bench.plan.seeds)]
+        choice, seen = (data[dataset].like or dataset, name), tried.get(key, {rung: parts[0]})
         found.setdefault(dataset, {})[name] = {
             "val_loss": [part["val_loss"] for part in parts],
             "way": f"{'weight decay' if data[dataset].is_small else 'rate'} {rung:g}",
-            "at_edge": best[key]["at_edge"],
-            "first_seed": {str(other): told["val_loss"] for other, told in sorted(tried[key].items())},
+            "at_edge": best[choice]["at_edge"],
+            "first_seed": {str(other): told["val_loss"] for other, told in sorted(seen.items())},
             "best_step": [part["best_step"] for part in parts],
             "parameters": parts[0]["parameters"],
             "multiply_adds_per_token": parts[0]["multiply_adds_per_token"],
@@ -146,7 +157,7 @@ def run(bench: Benchmark, result: Path) -> dict[str, Any]:
         }  # fmt: skip
     values = {
         "experiment": "match", "size": bench.size, "seeds": bench.plan.seeds, "texts": bench.hashes,
-        "mixture": list(bench.mixture), "datasets": found,
+        "mixture": list(bench.mixture), "datasets": found, "cells": bench.origins(),
     }  # fmt: skip
     write_result(result, values)
     return values

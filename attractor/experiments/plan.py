@@ -47,7 +47,7 @@ class Plan:
     stream_tokens: int
     seeds: int = 1
     mixture_seeds: int = 1
-    mixture_steps: int = 3500
+    mixture_steps: int = 1750
     """Of a model that is trained to be compared and not to be adapted."""
     evaluations: int = 6
     """Of a run of adaptation, evenly spaced; the best of them by B's validation text is what counts."""
@@ -104,7 +104,7 @@ def plan_of(size: Size) -> Plan:
         )  # fmt: skip
     return Plan(
         model=GPTConfig(vocab_size=256, dropout=0.2, ffn_start="unit"),
-        apn=APNConfig(num_patches=64, top_k=16, rank=128, patch_dropout=0.3), moe=MoEConfig(),
+        apn=presets.best_apn().model.apn, moe=MoEConfig(),
         train=TrainConfig(max_steps=2500, patience=3), steps=600, batch_size=32,
         rates=(1e-4, 3e-4, 1e-3, 3e-3, 1e-2), seeds=3, test_bytes=102_400, val_bytes=51_200,
         train_bytes=None, stream_tokens=393_216,

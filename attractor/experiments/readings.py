@@ -100,14 +100,21 @@ def bench_of(values: Mapping[str, Any]) -> Bench:
 def provenance(values: Mapping[str, Any]) -> dict[str, str]:
     """Size, seeds, code, versions and machine, in words."""
     made = values.get("provenance") or {}
-    machine, commit = made.get("machine") or {}, made.get("commit") or "unknown"
-    changed = " with uncommitted changes" if made.get("uncommitted_changes") else ""
-    device = machine.get("gpu") or (f"CPU, {machine['cpu_threads']} threads" if machine else "unknown")
+    parts = values.get("cells") or [made]  # of a grid each cell says by itself where it comes from
+    machine = made.get("machine") or {}
+    threads = f"CPU, {machine['cpu_threads']} threads" if machine else "unknown"
+    devices = dict.fromkeys((part.get("machine") or {}).get("gpu") or threads for part in parts)
     return {
-        "Size": str(values.get("size", "unknown")), "Seeds": _seeds(values), "Code": commit[:12] + changed,
+        "Size": str(values.get("size", "unknown")), "Seeds": _seeds(values),
+        "Code": ", ".join(dict.fromkeys(map(_code, parts))),
         "Versions": ", ".join(f"{part} {v}" for part, v in made.get("versions", {}).items()) or "unknown",
-        "Machine": device,
+        "Machine": ", ".join(devices),
     }  # fmt: skip
+
+
+def _code(made: Mapping[str, Any]) -> str:
+    changed = " with uncommitted changes" if made.get("uncommitted_changes") else ""
+    return (made.get("commit") or "unknown")[:12] + changed
 
 
 def _seeds(values: Mapping[str, Any]) -> str:

@@ -23,7 +23,7 @@ from attractor.data import read_text
 from attractor.distributed import parse_device
 from attractor.evaluate import autocast, token_losses
 from attractor.experiments.adapting import blocks
-from attractor.experiments.grid import Report, Settings, Values, run_cells
+from attractor.experiments.grid import Report, Settings, Values, origins, run_cells
 from attractor.experiments.plan import device_of, tensor_cores
 from attractor.experiments.result import write_result
 from attractor.experiments.statistics import interval
@@ -144,6 +144,7 @@ def run(
     plan = PLANS[size]
     hashes = write_texts(folder, plan, domains, retained)
     first, *_ = domains
+    asked: set[str] = set()
     unread = {method: {"rates"} if method == APN_ROW else {"rates", "apn"} for method in METHODS}
 
     def cell(domain: str, method: str, rate: float) -> dict[str, Settings]:
@@ -155,6 +156,7 @@ def run(
 
     def all_of(cells: Sequence[dict[str, Settings]]) -> list[Values]:
         joined = {name: settings for part in cells for name, settings in part.items()}
+        asked.update(joined)
         done = run_cells(joined, work, folder, jobs=jobs, report=report)
         return [done[next(iter(part))] for part in cells]
 
@@ -168,7 +170,7 @@ def run(
         "tried": {f"{method} {rate:g}": part["taught"]["best"] for (method, rate), part in tried.items()},
         "domains": {domain: {method: row(found[domain, method], found[domain, LORA], list(retained))
                              for method in METHODS} for domain in domains},
-        "plan": {**plan, "rates": list(plan["rates"])},
+        "plan": {**plan, "rates": list(plan["rates"])}, "cells": origins(folder, asked),
     }  # fmt: skip
     write_result(result, values)
     return values

@@ -80,7 +80,7 @@ def run(bench: Benchmark, result: Path, *, methods: Sequence[str] = tuple(METHOD
         "pretrained": {name: {key: part[key] for key in ("val_ppl", "parameters", "multiply_adds_per_token",
                                                          "best_step")}
                        for name, part in pretrained.items()},
-        "rates": rates, "shifts": shifts, "streams": run_streams(bench),
+        "rates": rates, "shifts": shifts, "streams": run_streams(bench), "cells": bench.origins(),
     }  # fmt: skip
     write_result(result, values)
     return values
