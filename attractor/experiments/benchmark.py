@@ -113,7 +113,7 @@ class Benchmark:
         plan = dataclasses.asdict(self.plan)
         recipe = {
             name: value for name, value in plan.items()
-            if isinstance(value, int | float | None) and name not in ("seeds", "mixture_seeds")
+            if isinstance(value, int | float | None) and name not in ("seeds", "mixture_seeds", "mixture_steps")
         }  # fmt: skip
         shape = {name: plan[name] for name in ("model", "apn", "moe", "train")}
         return {
