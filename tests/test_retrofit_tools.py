@@ -20,6 +20,7 @@ from attractor.generate import generate
 from attractor.hf import CausalLM
 from attractor.hf.callback import APNCallback
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
 families = pytest.mark.parametrize("family", FAMILIES)
 TEXT = np.tile(some_tokens(1, 10, seed=6)[0].numpy(), 20)  # there is something to learn in it
 
@@ -146,6 +147,38 @@ def test_trainer_with_bfloat16_and_checkpointing(tmp_path):
     net = attractor.retrofit(tiny("llama"), SMALL)
     trainer(net, tmp_path, steps=1, bf16=True, gradient_checkpointing=True).train()
     assert any(layer.decoder.any() for layer in net.apn_layers().values())
+
+
+def test_the_callback_gives_patches_to_what_is_new(tmp_path):
+    net = attractor.retrofit(tiny("gpt2"), SMALL)
+    before = {number: layer.prototypes.clone() for number, layer in net.apn_layers().items()}
+    callback = APNCallback(allocation=AllocationConfig(mode="replace", novelty=1e9, window=1, cooldown=129))
+    moments = []
+
+    class Watch(transformers.TrainerCallback):
+        """A step has 64 tokens: there is time for a patch at the first and at the fourth."""
+
+        def on_step_end(self, args, state, control, model=None, optimizer=None, **_):
+            for event in callback.allocations[len(moments) :]:
+                layer = model.apn_layers()[event.layer]
+                moments.append((state.global_step, event.patch))
+                assert not layer.decoder[event.patch].any()
+                assert not any(optimizer.state[layer.decoder][part][event.patch].any() for part in MOMENTS)
+                assert any(optimizer.state[layer.decoder][part].any() for part in MOMENTS)
+                assert not torch.equal(layer.prototypes[event.patch], before[event.layer][event.patch])
+
+    own = trainer(net, tmp_path, steps=6, callbacks=[callback, Watch()])
+    own.train()
+    told = [(event.layer, event.mode, event.reason, event.token) for event in callback.allocations]
+    assert told == [(layer, "replace", "novelty", token) for token in (64, 256) for layer in (0, 1)]
+    assert [record["apn/1/allocations"] for record in own.state.log_history[:6]] == [1, 1, 1, 2, 2, 2]
+    assert len({event.patch for event in callback.allocations if event.layer == 0}) == 2
+    assert [step for step, _ in moments] == [1, 1, 4, 4]
+
+
+def test_the_callback_cannot_grow_a_layer(tmp_path):
+    with pytest.raises(ValueError, match="the optimizer of a Trainer does not know"):
+        APNCallback(allocation=AllocationConfig(mode="grow"))
 
 
 def test_the_callback_needs_a_retrofit(tmp_path):

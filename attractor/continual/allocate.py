@@ -8,14 +8,14 @@ softmax that other patches had. How many tokens do, and how far their updates mo
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from attractor import ops
 from attractor.continual.config import AllocationConfig
-from attractor.continual.update import LocalUpdate, Undo, write_rows
+from attractor.continual.update import Undo, write_rows
 from attractor.layer import APN, mode
 
 
@@ -65,6 +65,13 @@ class Outlook:
         )  # fmt: skip
 
 
+class Moments(Protocol):
+    """What an optimizer remembers of patches."""
+
+    def forget(self, number: Any, patch: int, undo: Undo) -> None: ...
+    def follow(self, number: Any, undo: Undo) -> None: ...
+
+
 class Allocator:
     def __init__(self, layers: Mapping[Any, APN], config: AllocationConfig) -> None:
         self.layers, self.config = dict(layers), config
@@ -105,7 +112,7 @@ class Allocator:
 
     @torch.no_grad()
     def allocate(
-        self, number: Any, habits: Habits, seen: Outlook, token: int, update: LocalUpdate, undo: Undo
+        self, number: Any, habits: Habits, seen: Outlook, token: int, update: Moments, undo: Undo
     ) -> tuple[Habits, Allocation | None]:
         """Give the layer a patch if it is time; `undo` takes it back. Returns what its habits become."""
         config, layer = self.config, self.layers[number]

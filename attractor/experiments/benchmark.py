@@ -111,9 +111,10 @@ class Benchmark:
     def _cell(self, kind: str, texts: Sequence[str], **settings: Any) -> Settings:
         hashes = {name: self.hashes[name] for name in dict.fromkeys(texts)}
         plan = dataclasses.asdict(self.plan)
+        told = ("seeds", "mixture_seeds", "mixture_steps")  # elsewhere, or no cell's business
         recipe = {
             name: value for name, value in plan.items()
-            if isinstance(value, int | float | None) and name not in ("seeds", "mixture_seeds", "mixture_steps")
+            if isinstance(value, int | float | None) and name not in told
         }  # fmt: skip
         shape = {name: plan[name] for name in ("model", "apn", "moe", "train")}
         return {
