@@ -23,7 +23,7 @@ from attractor.config import APNConfig, FFNName, FFNStartName, GPTConfig, MoECon
 from attractor.experiments.benchmark import Benchmark, Cells, slug
 from attractor.experiments.grid import Values
 from attractor.experiments.plan import HOME
-from attractor.experiments.rates import best_rate, climb, finite
+from attractor.experiments.rates import best_rate, climb, or_worst
 from attractor.experiments.result import write_result
 
 DENSE = "dense"
@@ -164,7 +164,7 @@ def run(bench: Benchmark, result: Path) -> dict[str, Any]:
 
 
 def _mean(row: dict[str, Any]) -> float:
-    return float(np.mean([finite(loss) for loss in row["val_loss"]]))
+    return float(np.mean([or_worst(loss) for loss in row["val_loss"]]))
 
 
 def table(values: dict[str, Any]) -> str:

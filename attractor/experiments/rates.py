@@ -8,15 +8,15 @@ from attractor.experiments.benchmark import Benchmark, Cells
 from attractor.experiments.grid import Values
 
 
-def finite(loss: float | None) -> float:
+def or_worst(loss: float | None) -> float:
     return loss if loss is not None and math.isfinite(loss) else math.inf
 
 
 def loss_of(cell: Values) -> float:
     """What is chosen by: the validation text or, of a stream, what was read before it was learned."""
     if "val_loss" in cell:  # of a model that was trained
-        return finite(cell["val_loss"])
-    return finite(cell["best"]["validation"] if "best" in cell else cell["progressive"][1])
+        return or_worst(cell["val_loss"])
+    return or_worst(cell["best"]["validation"] if "best" in cell else cell["progressive"][1])
 
 
 def best_rate(cells: Mapping[float, Values]) -> dict[str, Any]:
