@@ -174,44 +174,47 @@ def test_shifts(bench, tmp_path, monkeypatch):
     assert files == {path: path.stat().st_mtime_ns for path in (bench.folder / "cells").iterdir()}
 
 
-class Ladder:
-    """Stands in for a benchmark: the loss of a rate is its distance from the best one."""
+def drive(inquiry, compute):
+    """Give an inquiry what it asks for; returns what it returns, and all that it asked for."""
+    asked, answer = {}, None
+    try:
+        while True:
+            cells = inquiry.send(answer)
+            assert not asked.keys() & cells.keys()
+            asked |= cells
+            answer = {name: compute(name, cell) for name, cell in cells.items()}
+    except StopIteration as end:
+        return end.value, asked
 
-    def __init__(self):
-        self.rounds = []
 
-    def run(self, cells):
-        self.rounds.append(sorted(cells))
-        return {
-            name: {"best": {"validation": None if best is None else abs(math.log(rate / best))}}
-            for name, (rate, best) in cells.items()
-        }
+def climbed(ladder, best):
+    """The loss of a rate is its distance from the best one; without one every rate diverges."""
 
-    def search(self, best):
-        return lambda rate: {f"{best} {rate:g}": (rate, best)}
+    def compute(name, rate):
+        return {"best": {"validation": None if best is None else abs(math.log(rate / best))}}
+
+    return drive(rates.climb(ladder, lambda rate: {f"{rate:g}": rate}), compute)[0]
+
+
+LADDER = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)
 
 
 def test_every_method_climbs_to_the_rate_that_suits_it():
-    ladder, bench = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2), Ladder()
     bests = (1e-4, 3e-4, 1e-3, 3e-3, 3e-2, 1.0)
-    tried = rates.climb(bench, ladder, {best: bench.search(best) for best in bests})
+    tried = {best: climbed(LADDER, best) for best in bests}
     for best in bests[:-1]:
         chosen = forgetting.best_of(tried[best])
         assert chosen["rate"] == best
-        place = ladder.index(best)
-        assert set(ladder[max(0, place - 1) : place + 2]) <= tried[best].keys()
+        place = LADDER.index(best)
+        assert set(LADDER[max(0, place - 1) : place + 2]) <= tried[best].keys()
         assert chosen["at_edge"] == (best in (1e-4, 3e-2))
     assert forgetting.best_of(tried[1.0])["rate"] == 3e-2  # the ladder ends
     assert sorted(tried[1e-3]) == [3e-4, 1e-3, 3e-3]  # and nobody tries more than it needs
     assert sorted(tried[3e-3]) == [1e-3, 3e-3, 1e-2]
-    names = [name for names in bench.rounds for name in names]
-    assert len(names) == len(set(names))
 
 
 def test_who_diverges_goes_down_the_whole_ladder():
-    bench = Ladder()
-    tried = rates.climb(bench, (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2), {None: bench.search(None)})
-    assert sorted(tried[None]) == [1e-4, 3e-4, 1e-3, 3e-3]
+    assert sorted(climbed(LADDER, None)) == [1e-4, 3e-4, 1e-3, 3e-3]
 
 
 @pytest.mark.slow
@@ -252,18 +255,19 @@ def test_each_model_is_trained_the_way_that_suits_it(texts, tmp_path, monkeypatc
     """The first seed tries; the others take the best one, and who diverges has not won."""
     ran = []
 
-    def pretend(bench, cells):
-        ran.append(cells)
-        done = {}
-        for name, cell in cells.items():
-            train = cell["config"]["train"]
-            height = max(train["learning_rate"] / 5e-4, 2 * train["weight_decay"] / 0.1)
-            loss = None if height > 2 and "moe" in name else (-height if "apn" in name else height)
-            done[name] = {"val_loss": loss, "best_step": 1, "parameters": 2, "multiply_adds_per_token": 3,
-                          "training_seconds": 4.0, "config": cell["config"]}  # fmt: skip
-        return done
+    def pretend(name, cell):
+        train = cell["config"]["train"]
+        height = max(train["learning_rate"] / 5e-4, 2 * train["weight_decay"] / 0.1)
+        loss = None if height > 2 and "moe" in name else (-height if "apn" in name else height)
+        return {"val_loss": loss, "best_step": 1, "parameters": 2, "multiply_adds_per_token": 3,
+                "training_seconds": 4.0, "config": cell["config"]}  # fmt: skip
 
-    monkeypatch.setattr(Benchmark, "run", pretend)
+    def answer(bench, inquiries):
+        driven = {key: drive(inquiry, pretend) for key, inquiry in inquiries.items()}
+        ran.append([name for _, asked in driven.values() for name in asked])
+        return {key: value for key, (value, _) in driven.items()}
+
+    monkeypatch.setattr(Benchmark, "answer", answer)
     values = match.run(Benchmark("smoke", tmp_path, domains=texts, seeds=3), tmp_path / "match.json")
     assert len(ran[-1]) == 3 * sum(map(len, values["datasets"].values()))  # three seeds, in one way
     for dataset, rows in values["datasets"].items():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attractor.experiments.grid import CellsFailed, GridStopped, cell_file, origins, run_cells
+from attractor.experiments.grid import CellsFailed, GridStopped, cell_file, origins, run_cells, run_inquiries
 from attractor.experiments.readings import provenance
 
 both_ways = pytest.mark.parametrize("jobs", [1, 2])
@@ -110,6 +110,58 @@ def test_processes_are_kept_for_whoever_asks_again(tmp_path):
     idle.clear()  # nobody has a line to it any more
     processes[0].join(20)
     assert processes[0].exitcode == 0
+
+
+def counted(*numbers):
+    """Asks for one cell after the other; returns the sum of their squares."""
+    total = 0
+    for number in numbers:
+        done = yield cells_of(number)
+        total += done[f"cell-{number}"]["square"]
+    return total
+
+
+@both_ways
+def test_inquiries_share_cells(tmp_path, jobs):
+    inquiries = {"odd": counted(1, 3, 5), "all": counted(1, 2, 3), "none": counted()}
+    assert run_inquiries(inquiries, work, tmp_path, jobs=jobs) == {"odd": 35, "all": 14, "none": 0}
+    assert marks(tmp_path) == [1, 2, 3, 5]  # whoever asked for them
+    inquiries = {"more": counted(5, 6), "known": counted(1, 2)}
+    assert run_inquiries(inquiries, work, tmp_path, jobs=jobs) == {"more": 61, "known": 5}
+    assert marks(tmp_path) == [1, 2, 3, 5, 6]
+
+
+@both_ways
+def test_a_failed_cell_ends_only_who_asked_for_it(tmp_path, jobs):
+    def unlucky():
+        yield cells_of(0, mistake="raise")
+        yield cells_of(9)
+
+    with pytest.raises(CellsFailed, match=r"1 of 4 cells failed.*cell-0: ValueError"):
+        run_inquiries({"bad": unlucky(), "good": counted(1, 2, 3)}, work, tmp_path, jobs=jobs)
+    assert marks(tmp_path) == [0, 1, 2, 3]
+
+
+def wait_for_another(settings, folder):
+    if settings["number"] == 1:
+        _until(lambda: (folder / "came").exists())
+    if settings["number"] == 3:
+        (folder / "came").touch()
+    return {"square": settings["number"] ** 2}
+
+
+def test_no_inquiry_waits_for_another(tmp_path):
+    """The first cell ends when the third one has run, which another inquiry asks for after the second."""
+    inquiries = {"slow": counted(1), "quick": counted(2, 3)}
+    assert run_inquiries(inquiries, wait_for_another, tmp_path, jobs=2) == {"slow": 1, "quick": 13}
+
+
+def test_one_name_is_one_cell(tmp_path):
+    def other():
+        yield {"cell-1": {"number": 2}}
+
+    with pytest.raises(ValueError, match="cell-1 is asked for with two settings"):
+        run_inquiries({"one": counted(1), "other": other()}, work, tmp_path)
 
 
 @both_ways

@@ -12,7 +12,18 @@ from typing import Any
 from attractor.config import RunConfig, check_size
 from attractor.distributed import parse_device
 from attractor.experiments import adapting, harm, streams
-from attractor.experiments.grid import Report, Settings, Values, Worker, origins, run_cells
+from attractor.experiments.grid import (
+    Inquiry,
+    Key,
+    Report,
+    Settings,
+    T,
+    Values,
+    Worker,
+    ask,
+    origins,
+    run_inquiries,
+)
 from attractor.experiments.methods import METHODS
 from attractor.experiments.plan import (
     HOME,
@@ -89,10 +100,18 @@ class Benchmark:
 
     def run(self, cells: Mapping[str, Settings]) -> dict[str, Values]:
         """The values of all cells, computed now where they are not there yet. GridStopped: out of time."""
-        self.asked |= cells.keys()
+        return self.answer({"": ask(cells)})[""]
+
+    def answer(self, inquiries: Mapping[Key, Inquiry[T]]) -> dict[Key, T]:
+        """What each inquiry returns; none waits for another."""
         late = None if self.minutes is None else self.started + 60 * self.minutes
-        return run_cells(
-            cells, work, self.folder, jobs=self.jobs, report=self.report,
+
+        def report(record: dict[str, Any]) -> None:
+            self.asked.add(record["cell"])
+            self.report(record)
+
+        return run_inquiries(
+            inquiries, work, self.folder, jobs=self.jobs, report=report,
             stop=lambda: late is not None and time.monotonic() > late, idle=self.idle,
         )  # fmt: skip
 

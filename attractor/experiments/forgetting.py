@@ -37,7 +37,8 @@ def run(bench: Benchmark, result: Path, *, seed: int = 0) -> dict[str, Any]:
         (shift, method): partial(bench.adapt, method, HOME, shift, seed)
         for shift in targets for method in COMPARED
     }  # fmt: skip
-    tried = climb(bench, bench.plan.rates, searched | {GUARDED: partial(bench.stream, GUARDED, trial, seed)})
+    searched[GUARDED] = partial(bench.stream, GUARDED, trial, seed)
+    tried = bench.answer({key: climb(bench.plan.rates, cell) for key, cell in searched.items()})
     (harm,) = bench.run(bench.harm(seed)).values()
     shifts = {shift: {method: best_of(tried[shift, method]) for method in COMPARED} for shift in targets}
     chosen = best_rate(tried[GUARDED])

@@ -3,7 +3,9 @@
     cells = {"dense-0": {"kind": "pretrain", ...}, ...}       # name -> settings, anything JSON can hold
     values = run_cells(cells, work, folder, jobs=4)           # name -> what work(settings, folder) returned
 
-`work` is a function of a module: with several jobs, cells run side by side in processes of their own.
+`work` is a function of a module: with several jobs, cells run side by side in processes of their own. What to
+compute next may depend on what came out: an inquiry is a generator that yields cells, is sent their values,
+and returns what it found. Of several none waits for another, and what two ask for is computed once.
 """
 
 import json
@@ -11,11 +13,11 @@ import logging
 import multiprocessing
 import os
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 
@@ -28,6 +30,9 @@ Settings = dict[str, Any]
 Values = dict[str, Any]
 Work = Callable[[Settings, Path], Values]
 Report = Callable[[dict[str, Any]], None]
+Key = TypeVar("Key", bound=Hashable)
+T = TypeVar("T")
+Inquiry = Generator[Mapping[str, Settings], dict[str, Values], T]
 
 
 class Worker(NamedTuple):
@@ -55,46 +60,115 @@ def run_cells(
     stop: Callable[[], bool] = lambda: False,
     idle: list[Worker] | None = None,
 ) -> dict[str, Values]:
-    """Every cell that is not done yet, then the values of all. `report` gets "cell" after each one.
+    """The values of all cells, computed now where they are not there yet. Options: see `run_inquiries`."""
+    return run_inquiries({"": ask(cells)}, work, folder, jobs=jobs, report=report, stop=stop, idle=idle)[""]
 
-    When `stop` says so, no further cell is started, and GridStopped is raised when the others are done.
+
+def ask(cells: Mapping[str, Settings]) -> Inquiry[dict[str, Values]]:
+    """For these cells, and nothing else."""
+    return (yield cells)
+
+
+def run_inquiries(
+    inquiries: Mapping[Key, Inquiry[T]],
+    work: Work,
+    folder: Path,
+    *,
+    jobs: int = 1,
+    report: Report = lambda record: None,
+    stop: Callable[[], bool] = lambda: False,
+    idle: list[Worker] | None = None,
+) -> dict[Key, T]:
+    """What each inquiry returns. `report` gets "cell" after each one.
+
+    When `stop` says so, no further cell is started, and GridStopped is raised when the others are done. A
+    cell that fails ends those that asked for it; CellsFailed is raised when the others are done.
     Processes come from `idle` and go back to it: starting one takes seconds, and many when all start at once.
     """
     check_size("jobs", jobs)
-    cells = {name: json.loads(json.dumps(settings)) for name, settings in cells.items()}
-    todo = {name: settings for name, settings in cells.items() if read_cell(folder, name, settings) is None}
-    for name in cells.keys() - todo.keys():
-        report({"cell": name, "found": True})
-    failed: dict[str, str] = {}
-    waiting = list(todo)
+    desk = _Desk(inquiries, folder, report)
+    try:
+        if jobs == 1:
+            _in_turn(desk, work, stop)
+        else:
+            _side_by_side(desk, work, stop, jobs, [] if idle is None else idle)
+    finally:
+        desk.close()
+    return desk.results()
 
-    def next_one() -> str | None:
-        return waiting.pop(0) if waiting and not stop() else None
 
-    def keep(name: str, values: Values | None, error: str = "") -> None:
+class _Desk(Generic[Key, T]):
+    """Where inquiries wait for the cells that they asked for."""
+
+    def __init__(self, inquiries: Mapping[Key, Inquiry[T]], folder: Path, report: Report) -> None:
+        self.inquiries, self.folder, self.report = dict(inquiries), folder, report
+        self.cells: dict[str, Settings] = {}  # all that were asked for
+        self.waiting: deque[str] = deque()  # those that nobody computes yet
+        self.values: dict[str, Values] = {}
+        self.failed: dict[str, str] = {}
+        self.asked: dict[Key, list[str]] = {}  # by those that wait
+        self.done: dict[Key, T] = {}
+        for key in self.inquiries:
+            self._go_on(key, None)
+
+    def _go_on(self, key: Key, answer: dict[str, Values] | None) -> None:
+        """It gets what it asked for, and asks again; what is known already is no reason to wait."""
+        try:
+            while True:
+                cells = self.inquiries[key].send(cast(dict[str, Values], answer))
+                for name, settings in cells.items():
+                    self._ask(name, json.loads(json.dumps(settings)))
+                if cells.keys() - self.values.keys():
+                    self.asked[key] = list(cells)
+                    return
+                answer = {name: self.values[name] for name in cells}
+        except StopIteration as end:
+            self.done[key] = end.value
+
+    def _ask(self, name: str, settings: Settings) -> None:
+        if name in self.cells:
+            if self.cells[name] != settings:
+                raise ValueError(f"cell {name} is asked for with two settings")
+            return
+        self.cells[name] = settings
+        if (known := read_cell(self.folder, name, settings)) is None:
+            self.waiting.append(name)
+        else:
+            self.values[name] = known
+            self.report({"cell": name, "found": True})
+
+    def keep(self, name: str, values: Values | None, error: str = "") -> None:
+        """A cell was computed, or failed: whoever waits for it goes on, or ends."""
+        settings = self.cells[name]
         if values is None:
-            failed[name] = error
+            self.failed[name] = error
             log.warning("cell %s failed: %s", name, error)
         else:
-            write_result(cell_file(folder, name), {"settings": cells[name], "values": values})
-        report({"cell": name, "found": False})
+            write_result(cell_file(self.folder, name), {"settings": settings, "values": values})
+            self.values[name] = _values(self.folder, name, settings)
+        self.report({"cell": name, "found": False})
+        for key, names in list(self.asked.items()):
+            if name in names and name in self.failed:
+                del self.asked[key]
+            elif name in names and all(part in self.values for part in names):
+                del self.asked[key]
+                self._go_on(key, {part: self.values[part] for part in names})
 
-    if jobs == 1:
-        while (mine := next_one()) is not None:
-            try:
-                values = work(todo[mine], folder)
-            except Exception as error:
-                keep(mine, None, f"{type(error).__name__}: {error}")
-            else:
-                keep(mine, values)
-    elif todo:
-        _side_by_side(todo, next_one, work, folder, min(jobs, len(todo)), keep, [] if idle is None else idle)
-    if waiting:
-        raise GridStopped(f"{len(waiting)} of {len(cells)} cells wait; the same command goes on with them")
-    if failed:
-        told = "; ".join(f"{name}: {error}" for name, error in sorted(failed.items())[:3])
-        raise CellsFailed(f"{len(failed)} of {len(cells)} cells failed, the rest is kept. {told}")
-    return {name: _values(folder, name, settings) for name, settings in cells.items()}
+    def results(self) -> dict[Key, T]:
+        if self.waiting:
+            raise GridStopped(
+                f"{len(self.waiting)} of {len(self.cells)} cells wait; the same command goes on with them"
+            )
+        if self.failed:
+            told = "; ".join(f"{name}: {error}" for name, error in sorted(self.failed.items())[:3])
+            raise CellsFailed(
+                f"{len(self.failed)} of {len(self.cells)} cells failed, the rest is kept. {told}"
+            )
+        return {key: self.done[key] for key in self.inquiries}
+
+    def close(self) -> None:
+        for inquiry in self.inquiries.values():
+            inquiry.close()
 
 
 def cell_file(folder: Path, name: str) -> Path:
@@ -126,34 +200,37 @@ def _values(folder: Path, name: str, settings: Settings) -> Values:
     return values
 
 
-def _side_by_side(
-    todo: dict[str, Settings],
-    next_one: Callable[[], str | None],
-    work: Work,
-    folder: Path,
-    jobs: int,
-    keep: Callable[..., None],
-    idle: list[Worker],
-) -> None:
+def _in_turn(desk: _Desk, work: Work, stop: Callable[[], bool]) -> None:
+    while desk.waiting and not stop():
+        name = desk.waiting.popleft()
+        try:
+            values = work(desk.cells[name], desk.folder)
+        except Exception as error:
+            desk.keep(name, None, f"{type(error).__name__}: {error}")
+        else:
+            desk.keep(name, values)
+
+
+def _side_by_side(desk: _Desk, work: Work, stop: Callable[[], bool], jobs: int, idle: list[Worker]) -> None:
     """Hand cells to processes; one that dies loses the cell that it had, and another takes its place."""
     busy: dict[Connection, tuple[str, Worker]] = {}
 
-    def start_next() -> None:
-        """The next cell, if there is one; whoever died while idle is passed over."""
-        if (name := next_one()) is None:
-            return
-        while True:
+    def start(name: str) -> None:
+        while True:  # whoever died while idle is passed over
             worker = idle.pop() if idle else _spawn()
             try:
-                worker.line.send((work, todo[name], folder, jobs))
+                worker.line.send((work, desk.cells[name], desk.folder, jobs))
             except OSError:
                 continue
             busy[worker.line] = name, worker
             return
 
+    def start_some() -> None:
+        while desk.waiting and len(busy) < jobs and not stop():
+            start(desk.waiting.popleft())
+
     try:
-        for _ in range(jobs):
-            start_next()
+        start_some()
         while busy:
             for line in wait(list(busy)):
                 assert isinstance(line, Connection)
@@ -162,11 +239,11 @@ def _side_by_side(
                     values, error = line.recv()
                 except (EOFError, OSError):
                     worker.process.join()
-                    keep(name, None, f"its process died with exit code {worker.process.exitcode}")
+                    desk.keep(name, None, f"its process died with exit code {worker.process.exitcode}")
                 else:
-                    keep(name, values, error)
                     idle.append(worker)
-                start_next()
+                    desk.keep(name, values, error)
+                start_some()
     finally:
         for _, worker in busy.values():
             worker.process.kill()

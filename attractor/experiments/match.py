@@ -21,7 +21,6 @@ import numpy as np
 from attractor import presets
 from attractor.config import APNConfig, FFNName, FFNStartName, GPTConfig, MoEConfig, RunConfig
 from attractor.experiments.benchmark import Benchmark, Cells, slug
-from attractor.experiments.grid import Values
 from attractor.experiments.plan import HOME
 from attractor.experiments.rates import best_rate, climb, or_worst
 from attractor.experiments.result import write_result
@@ -121,14 +120,12 @@ def run(bench: Benchmark, result: Path) -> dict[str, Any]:
         config = text.of(configs[name], rung, bench.plan.mixture_steps)
         return bench.train(f"{slug(name)}-{rung:g}", config, text.members, text.tokenizer, seed)
 
-    tried: dict[tuple[str, str], dict[float, Values]] = {}
-    for ladder in dict.fromkeys(text.ladder for text in data.values()):
-        searched = {
-            (dataset, name): partial(cell, dataset, name, 0)
-            for dataset, text in data.items() if text.ladder == ladder and text.like is None
-            for name in configs
-        }  # fmt: skip
-        tried |= climb(bench, ladder, searched)
+    tried = bench.answer(
+        {
+            (dataset, name): climb(text.ladder, partial(cell, dataset, name, 0))
+            for dataset, text in data.items() if text.like is None for name in configs
+        }
+    )  # fmt: skip
     best = {key: best_rate(told) for key, told in tried.items()}
     chosen = {
         (dataset, name): best[text.like or dataset, name]["rate"]

@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from attractor.experiments.benchmark import Benchmark, Cells
-from attractor.experiments.grid import Values
+from attractor.experiments.benchmark import Cells
+from attractor.experiments.grid import Inquiry, Values
 
 
 def or_worst(loss: float | None) -> float:
@@ -31,23 +31,19 @@ def best_rate(cells: Mapping[float, Values]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def climb(
-    bench: Benchmark, ladder: Sequence[float], searched: Mapping[Any, Callable[[float], Cells]]
-) -> dict[Any, dict[float, Values]]:
-    """What each came to with the rates it tried, until the neighbours of its best rate are among them.
+def climb(ladder: Sequence[float], cell: Callable[[float], Cells]) -> Inquiry[dict[float, Values]]:
+    """What the rates came to that were tried, until the neighbours of the best one are among them.
 
     From the middle up or down, so that the best of those tried is the best nearby. Of equals the lowest is
     taken: who diverges goes down the whole ladder.
     """
-    tried: dict[Any, dict[float, Values]] = {key: {} for key in searched}
+    tried: dict[float, Values] = {}
     middle = len(ladder) // 2
-    asked = {key: set(ladder[middle - 1 : middle + 1]) for key in searched}
-    while any(asked.values()):
-        cells = {(key, rate): searched[key](rate) for key, rates in asked.items() for rate in sorted(rates)}
-        done = bench.run({name: cell for part in cells.values() for name, cell in part.items()})
-        for (key, rate), part in cells.items():
-            tried[key][rate] = done[next(iter(part))]
-        for key, results in tried.items():
-            best = ladder.index(min(results, key=lambda rate: (loss_of(results[rate]), rate)))
-            asked[key] = set(ladder[max(0, best - 1) : best + 2]) - results.keys()
+    asked = set(ladder[middle - 1 : middle + 1])
+    while asked:
+        cells = {rate: cell(rate) for rate in sorted(asked)}
+        done = yield {name: settings for part in cells.values() for name, settings in part.items()}
+        tried |= {rate: done[next(iter(part))] for rate, part in cells.items()}
+        best = ladder.index(min(tried, key=lambda rate: (loss_of(tried[rate]), rate)))
+        asked = set(ladder[max(0, best - 1) : best + 2]) - tried.keys()
     return tried

@@ -23,7 +23,7 @@ from attractor.data import read_text
 from attractor.distributed import parse_device
 from attractor.evaluate import autocast, token_losses
 from attractor.experiments.adapting import blocks
-from attractor.experiments.grid import Report, Settings, Values, origins, run_cells
+from attractor.experiments.grid import Inquiry, Report, Settings, Values, origins, run_inquiries
 from attractor.experiments.plan import device_of, tensor_cores
 from attractor.experiments.result import write_result
 from attractor.experiments.statistics import interval
@@ -154,22 +154,28 @@ def run(
                     "texts": {name: hashes[name] for name in (domain, *retained)}}  # fmt: skip
         return {f"{domain}-{method.replace(' ', '_')}-{rate:g}-{seed}": settings}
 
-    def all_of(cells: Sequence[dict[str, Settings]]) -> list[Values]:
-        joined = {name: settings for part in cells for name, settings in part.items()}
-        asked.update(joined)
-        done = run_cells(joined, work, folder, jobs=jobs, report=report)
-        return [done[next(iter(part))] for part in cells]
+    def learned(method: str) -> Inquiry[tuple[dict[float, Values], float, dict[str, Values]]]:
+        """By every rate on the first domain; the best rate; by that on every domain."""
+        cells = {rate: cell(first, method, rate) for rate in plan["rates"]}
+        done = yield {name: settings for part in cells.values() for name, settings in part.items()}
+        tried = {rate: done[next(iter(part))] for rate, part in cells.items()}
+        best = min(tried, key=lambda rate: tried[rate]["taught"]["best"])
+        cells = {domain: cell(domain, method, best) for domain in domains}
+        done = yield {name: settings for part in cells.values() for name, settings in part.items()}
+        return tried, best, {domain: done[next(iter(part))] for domain, part in cells.items()}
 
-    grid = [(method, rate) for method in METHODS for rate in plan["rates"]]
-    tried = dict(zip(grid, all_of([cell(first, method, rate) for method, rate in grid]), strict=True))
-    rates = {m: min(plan["rates"], key=lambda rate, m=m: tried[m, rate]["taught"]["best"]) for m in METHODS}  # type: ignore[misc]
-    pairs = [(domain, method) for domain in domains for method in METHODS]
-    found = dict(zip(pairs, all_of([cell(d, m, rates[m]) for d, m in pairs]), strict=True))
+    def told(record: dict[str, Any]) -> None:
+        asked.add(record["cell"])
+        report(record)
+
+    found = run_inquiries({m: learned(m) for m in METHODS}, work, folder, jobs=jobs, report=told)
     values = {
-        "experiment": "retrofit", "size": size, "model": model, "seed": seed, "rates": rates,
-        "tried": {f"{method} {rate:g}": part["taught"]["best"] for (method, rate), part in tried.items()},
-        "domains": {domain: {method: row(found[domain, method], found[domain, LORA], list(retained))
-                             for method in METHODS} for domain in domains},
+        "experiment": "retrofit", "size": size, "model": model, "seed": seed,
+        "rates": {method: best for method, (_, best, _) in found.items()},
+        "tried": {f"{method} {rate:g}": part["taught"]["best"]
+                  for method, (tried, _, _) in found.items() for rate, part in tried.items()},
+        "domains": {domain: {method: row(cells[domain], found[LORA][2][domain], list(retained))
+                             for method, (_, _, cells) in found.items()} for domain in domains},
         "plan": {**plan, "rates": list(plan["rates"])}, "cells": origins(folder, asked),
     }  # fmt: skip
     write_result(result, values)

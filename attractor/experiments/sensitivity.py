@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from attractor.experiments.benchmark import Benchmark, Variant
+from attractor.experiments.grid import Inquiry, Values
 from attractor.experiments.plan import HOME, TUNED_ON
 from attractor.experiments.result import write_result
 
@@ -48,26 +49,18 @@ def _name(changes: dict[str, Any]) -> str:
 def run(bench: Benchmark, result: Path) -> dict[str, Any]:
     seeds, rate = range(bench.plan.seeds), bench.plan.rates[-2]
     chosen = variants(bench)
-    pretrained = bench.run(
-        {
-            name: cell
-            for seed in seeds for variant in chosen
-            for name, cell in bench.pretrain("apn", HOME, seed, variant).items()
-        }
-    )  # fmt: skip
-    adapted = bench.run(
-        {
-            name: cell
-            for seed in seeds for variant in chosen
-            for name, cell in bench.adapt(METHOD, HOME, TUNED_ON, seed, rate, variant).items()
-        }
-    )  # fmt: skip
+
+    def measured(variant: Variant, seed: int) -> Inquiry[tuple[Values, Values]]:
+        trained = yield bench.pretrain("apn", HOME, seed, variant)
+        adapted = yield bench.adapt(METHOD, HOME, TUNED_ON, seed, rate, variant)
+        return next(iter(trained.values())), next(iter(adapted.values()))
+
+    found = bench.answer(
+        {(variant.name, seed): measured(variant, seed) for seed in seeds for variant in chosen}
+    )
     rows = {}
     for variant in chosen:
-        trained = [pretrained[next(iter(bench.pretrain("apn", HOME, seed, variant)))] for seed in seeds]
-        learned = [
-            adapted[next(iter(bench.adapt(METHOD, HOME, TUNED_ON, seed, rate, variant)))] for seed in seeds
-        ]
+        trained, learned = zip(*(found[variant.name, seed] for seed in seeds), strict=True)
         layers = [layer for cell in learned for layer in cell["routing"]["before"].values()]
         lost = [c["best"]["alone"][HOME]["loss"] - c["before"][HOME]["loss"] for c in learned]
         rows[variant.name] = {

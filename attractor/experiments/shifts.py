@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from attractor.experiments.benchmark import Benchmark
-from attractor.experiments.grid import Values
+from attractor.experiments.grid import Inquiry, Values, ask
 from attractor.experiments.methods import METHODS
 from attractor.experiments.plan import HOME, KINDS, TUNED_ON
 from attractor.experiments.rates import best_rate, climb
@@ -38,25 +38,29 @@ def run(bench: Benchmark, result: Path, *, methods: Sequence[str] = tuple(METHOD
         raise ValueError(f"unknown methods {sorted(unknown)}; there are: {'; '.join(METHODS)}")
     plan = bench.plan
     grid = {HOME: range(plan.seeds), "mixture": range(plan.mixture_seeds)}
+    order = stream_order(bench)
     pretrained: dict[str, Values] = {}
     rates: dict[str, Any] = {}
+    stream_rates: dict[str, Any] = {}
     found: dict[tuple[str, str, str, int], Values] = {}
+    streams: dict[tuple[str, int], Values] = {}
     for seed in range(plan.seeds):  # one after the other: whoever stops in between has whole ones
         sources = [source for source in grid if seed in grid[source]]
-        pretrained |= bench.run(
-            {
-                name: cell
-                for source in sources for kind in KINDS
-                for name, cell in bench.pretrain(kind, source, seed).items()
-            }
-        )  # fmt: skip
-        rates = rates or tune(bench, methods)
-        cells = {
-            (source, shift, method, seed): bench.adapt(method, source, shift, seed, rates[method]["rate"])
-            for source in sources for shift in bench.shifts(source) for method in methods
-        }  # fmt: skip
-        done = bench.run({name: cell for part in cells.values() for name, cell in part.items()})
-        found |= {key: done[next(iter(part))] for key, part in cells.items()}
+        inquiries: dict[tuple[str, str], Inquiry[Any]] = {}
+        for kind in KINDS:
+            inquiries["base", kind] = bases(bench, kind, sources, seed)
+        for method in methods:
+            inquiries["adapt", method] = adapted(bench, method, sources, seed, rates.get(method))
+        for method in LEARNERS:
+            inquiries["stream", method] = streamed(bench, method, seed, stream_rates.get(method))
+        for (what, name), answer in bench.answer(inquiries).items():
+            if what == "base":
+                pretrained |= answer
+            elif what == "adapt":
+                rates[name], cells = answer
+                found |= {(source, shift, name, seed): cell for (source, shift), cell in cells.items()}
+            else:
+                stream_rates[name], streams[name, seed] = answer
     shifts = {
         source: {
             shift: {
@@ -80,16 +84,62 @@ def run(bench: Benchmark, result: Path, *, methods: Sequence[str] = tuple(METHOD
         "pretrained": {name: {key: part[key] for key in ("val_ppl", "parameters", "multiply_adds_per_token",
                                                          "best_step")}
                        for name, part in pretrained.items()},
-        "rates": rates, "shifts": shifts, "streams": run_streams(bench), "cells": bench.origins(),
+        "rates": rates, "shifts": shifts, "cells": bench.origins(),
+        "streams": {
+            "order": order,
+            "methods": {
+                method: {**stream_rates[method],
+                         "seeds": [{**cell, **transfer(cell["matrix"], order)}
+                                   for cell in (streams[method, seed] for seed in range(plan.seeds))]}
+                for method in LEARNERS
+            },
+        },
     }  # fmt: skip
     write_result(result, values)
     return values
 
 
-def tune(bench: Benchmark, methods: Iterable[str]) -> dict[str, Any]:
-    """For every method the rate with the best validation loss of one shift, with the first seed."""
-    searched = {method: partial(bench.adapt, method, HOME, TUNED_ON, 0) for method in methods}
-    return {method: best_rate(cells) for method, cells in climb(bench, bench.plan.rates, searched).items()}
+def bases(bench: Benchmark, kind: str, sources: Sequence[str], seed: int) -> Inquiry[dict[str, Values]]:
+    """The models of one kind, pretrained."""
+    cells = [bench.pretrain(kind, source, seed) for source in sources]
+    return ask({name: cell for part in cells for name, cell in part.items()})
+
+
+def adapted(
+    bench: Benchmark, method: str, sources: Sequence[str], seed: int, rate: dict[str, Any] | None
+) -> Inquiry[tuple[dict[str, Any], dict[tuple[str, str], Values]]]:
+    """A method's rate, and what it comes to on every shift.
+
+    If it is not known yet, the rate is that with the best validation loss of one shift, with the first seed.
+    """
+    kind = METHODS[method].model
+    yield from bases(bench, kind, [HOME], seed)
+    if rate is None:
+        trial = partial(bench.adapt, method, HOME, TUNED_ON, 0)
+        rate = best_rate((yield from climb(bench.plan.rates, trial)))
+    yield from bases(bench, kind, sources, seed)
+    cells = {
+        (source, shift): bench.adapt(method, source, shift, seed, rate["rate"])
+        for source in sources for shift in bench.shifts(source)
+    }  # fmt: skip
+    done = yield {name: cell for part in cells.values() for name, cell in part.items()}
+    return rate, {key: done[next(iter(part))] for key, part in cells.items()}
+
+
+def stream_order(bench: Benchmark) -> list[str]:
+    return [name for name in STREAM if name == HOME or name in bench.targets]
+
+
+def streamed(
+    bench: Benchmark, method: str, seed: int, rate: dict[str, Any] | None
+) -> Inquiry[tuple[dict[str, Any], Values]]:
+    """A learner's rate, by the progressive loss on the first new domain, and the stream with it."""
+    yield from bases(bench, LEARNERS[method], [HOME], seed)
+    if rate is None:
+        trial = partial(bench.stream, method, [HOME, TUNED_ON], 0)
+        rate = best_rate((yield from climb(bench.plan.rates, trial)))
+    done = yield bench.stream(method, stream_order(bench), seed, rate["rate"])
+    return rate, next(iter(done.values()))
 
 
 def summary(cells: Sequence[Values], full: Sequence[Values], old: Sequence[str]) -> dict[str, Any]:
@@ -161,32 +211,6 @@ def _ppl(losses: Iterable[float]) -> float:
 def _block_differences(now: dict[str, Any], then: dict[str, Any], names: Sequence[str]) -> list[float]:
     pairs = [(now[name]["blocks"], then[name]["blocks"]) for name in names]
     return [a - b for after, before in pairs for a, b in zip(after, before, strict=True)]
-
-
-def run_streams(bench: Benchmark) -> dict[str, Any]:
-    """Each learner with its best rate by the progressive loss on the first new domain, for every seed."""
-    order = [name for name in STREAM if name == HOME or name in bench.targets]
-    searched = {method: partial(bench.stream, method, [HOME, TUNED_ON], 0) for method in LEARNERS}
-    tried = climb(bench, bench.plan.rates, searched)
-    chosen = {method: best_rate(cells) for method, cells in tried.items()}
-    cells = {
-        (method, seed): bench.stream(method, order, seed, chosen[method]["rate"])
-        for method in LEARNERS for seed in range(bench.plan.seeds)
-    }  # fmt: skip
-    done = bench.run({name: cell for part in cells.values() for name, cell in part.items()})
-    return {
-        "order": order,
-        "methods": {
-            method: {
-                **chosen[method],
-                "seeds": [
-                    {**values, **transfer(values["matrix"], order)}
-                    for values in (done[next(iter(cells[method, seed]))] for seed in range(bench.plan.seeds))
-                ],
-            }
-            for method in LEARNERS
-        },
-    }
 
 
 def table(values: dict[str, Any]) -> str:
