@@ -1,6 +1,7 @@
 """APN layers in Hugging Face models: where they go, what they change, and that it can be undone."""
 
 import copy
+import pickle
 import subprocess
 import sys
 
@@ -180,6 +181,8 @@ def test_beside_a_mixture_of_experts(family):
     assert torch.equal(logits(net), expected)
     assert not torch.equal(logits(teach(net)), expected)
     assert torch.equal(logits(net.unload()), expected)
+    net = attractor.retrofit(model, SMALL, prototypes="kmeans", sample=some_tokens(4, 16))
+    assert torch.equal(logits(net), expected)
 
 
 def test_a_split_ffn_with_dropout_inside_is_refused():
@@ -195,9 +198,98 @@ def test_two_lists_of_blocks_are_not_guessed_between():
     model = tiny("llama")
     model.vision = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"mlp": nn.Linear(32, 32)})])})
     model.vision.layers[0].mlp = model.vision.layers[0]["mlp"]
-    with pytest.raises(ValueError, match=r"FFNs in 2 lists, model.layers, vision.layers"):
+    net = attractor.retrofit(model, SMALL)  # what reads the text is known
+    assert [site.place.name for site in net.sites.values()] == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    net.unload()
+    model.model.vision = model.vision
+    with pytest.raises(ValueError, match=r"FFNs in 2 lists, model.layers, model.vision.layers"):
         attractor.retrofit(model, SMALL)
     assert list(attractor.retrofit(model, SMALL, layers="model.layers.*.mlp").apn_layers()) == [0, 1]
+
+
+def test_a_place_deep_in_a_block():
+    model = tiny("llama")
+    for layer in model.model.layers:
+        layer.mlp = nn.Sequential(layer.mlp, nn.Identity(), nn.Identity())
+    net = attractor.retrofit(model, SMALL, layers="model.layers.*.mlp.0")
+    assert [site.place.name for site in net.sites.values()] == [
+        "model.layers.0.mlp.0",
+        "model.layers.1.mlp.0",
+    ]
+    with pytest.raises(ValueError, match="two places in one block"):
+        net.add("more", SMALL, layers="model.layers.*.mlp.*")
+
+
+def test_a_module_of_two_blocks_is_refused():
+    model = tiny("llama")
+    model.model.layers[1].mlp = model.model.layers[0].mlp
+    with pytest.raises(ValueError, match=r"model.layers.0.mlp and model.layers.1.mlp share a module"):
+        attractor.retrofit(model, SMALL)
+    with pytest.raises(ValueError, match="share a module"):
+        attractor.retrofit(model, SMALL, layers="model.layers.*.mlp")
+
+
+@pytest.mark.parametrize(
+    ("layers", "message"),
+    [
+        ("model.layers.*.mlp.down_proj", r"down_proj is given .* and hidden states have width 32"),
+        ("model.layers.*.mlp.gate_proj", r"gate_proj is given .* and returns"),
+        ("lm_head", "lm_head is given .* and returns"),
+        ("model.embed_tokens", r"embed_tokens is given .*int64"),
+    ],
+)
+def test_a_module_that_is_no_ffn_is_named(layers, message):
+    net = attractor.retrofit(tiny("llama"), SMALL, layers=layers)
+    with pytest.raises(ValueError, match=message):
+        logits(net)
+    assert torch.equal(logits(net.unload()), logits(tiny("llama")))
+
+
+def test_misspelt_options_are_told():
+    with pytest.raises(TypeError, match=r"unknown options \['Mode', 'layer'\]; there are: layers, mode"):
+        attractor.retrofit(tiny("llama"), SMALL, layer=[0], Mode="replace")
+    for config in ({}, 0, {"num_patches": 4}):
+        with pytest.raises(TypeError, match="give an APNConfig"):
+            attractor.retrofit(tiny("llama"), config)
+
+
+@pytest.mark.parametrize("family", ["opt", "llama", "bloom"])
+def test_a_pickled_retrofit_works(family):
+    net = teach(attractor.retrofit(tiny(family), SMALL))
+    again = pickle.loads(pickle.dumps(net))
+    assert torch.equal(logits(again), logits(net))
+    assert torch.equal(logits(again.unload()), logits(tiny(family)))
+
+
+def test_whoever_was_unloaded_leaves_the_model_alone():
+    model = tiny("llama")
+    old = attractor.retrofit(model, SMALL)
+    old.unload()
+    new = teach(attractor.retrofit(model, SMALL))
+    expected = logits(new)
+    assert old.unload() is model
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    with pytest.raises(ValueError, match="a retrofit of another owner"):
+        old.add("again", SMALL)
+    assert torch.equal(logits(new), expected)
+    new.unload()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_what_was_dropped_and_resized_is_trainable_again():
+    net = attractor.retrofit(tiny("llama"), SMALL)
+    net.model.resize_token_embeddings(70)
+    with net.using(None):
+        net.drop("default")
+    assert all(parameter.requires_grad for parameter in net.unload().parameters())
+
+
+def test_a_wrapped_retrofit_has_a_state_dict():
+    net, other = (attractor.retrofit(tiny("llama"), SMALL) for _ in range(2))
+    teach(net)
+    holder = nn.ModuleDict({"inner": other})
+    holder.load_state_dict({f"inner.{key}": value for key, value in net.state_dict().items()})
+    assert torch.equal(logits(other), logits(net))
 
 
 @pytest.mark.parametrize(
@@ -289,10 +381,10 @@ def test_the_seed_decides():
     )
     assert torch.equal(first, same)
     assert not torch.equal(first, other)
+    model, sample = tiny("gpt2"), some_tokens(4, 16)
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    attractor.retrofit(tiny("gpt2"), SMALL, mode="replace", sample=some_tokens(4, 16), steps=2)
-    torch.manual_seed(5)
+    attractor.retrofit(model, SMALL, mode="replace", sample=sample, steps=2)
     assert torch.equal(state, torch.get_rng_state())
 
 

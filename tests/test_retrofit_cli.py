@@ -1,14 +1,20 @@
 """From the command line: a pretrained model in a folder gets layers, learns a text, and is compared."""
 
+import hashlib
 import json
+import shutil
+import signal
 
 import numpy as np
 import pytest
 import torch
 from families import transformers  # skips this file where it is missing
+from safetensors.torch import load_file, save_file
 
 import attractor
 from attractor import cli, corpora
+from attractor.cli.common import INTERRUPTED
+from attractor.data import Batches
 from attractor.experiments import retrofit as experiment
 from attractor.hf import CausalLM, pretrained
 from attractor.hf.pretrained import load_pretrained
@@ -74,6 +80,11 @@ def test_the_command_teaches_and_saves(folder, text, tmp_path, capsys):
         (("--layers", "model.*.nothing"), "names no module"),
         (("--context", "5000"), "too few to learn from"),
         (("--val-fraction", "2"), "val_fraction=2.0"),
+        (("--context", "0"), "context=0"),
+        (("--steps", "-1"), "steps=-1"),
+        (("--batch-size", "0"), "batch_size=0"),
+        (("--learning-rate", "0"), "learning_rate=0"),
+        (("--seed", "-1"), "seed=-1"),
         (("--top-k", "99"), "top_k=99 must not exceed"),
         (("--data", "no-such-file.txt"), "no corpus, file, folder or glob"),
     ],
@@ -107,6 +118,13 @@ def test_what_is_there_is_not_overwritten(folder, text, tmp_path, capsys):
     arguments = ["retrofit", str(folder), "--data", str(text), "--out", str(tmp_path), *OPTIONS]
     assert cli.main(arguments) == 1
     assert "is there already" in capsys.readouterr().err
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "summary.json").write_text("precious")
+    assert cli.main([*arguments[:5], str(tmp_path / "old"), *OPTIONS]) == 1
+    assert "summary.json is there already" in capsys.readouterr().err
+    assert cli.main([*arguments[:5], str(tmp_path / "old" / "summary.json"), *OPTIONS]) == 1
+    assert "is a file" in capsys.readouterr().err
+    assert (tmp_path / "old" / "summary.json").read_text() == "precious"
     assert (
         cli.main(["retrofit", str(tmp_path), "--data", str(text), *OPTIONS, "--out", str(tmp_path / "x")])
         == 1
@@ -129,6 +147,52 @@ def test_teaching_stops_politely_and_keeps_the_best(folder, text):
     assert done["tokens"] == 5 * 2 * 16
     with pytest.raises(ValueError, match="nothing of the model can learn"):
         teach(causal, [], tokens, tokens)
+
+
+def test_a_model_ends_as_it_was_at_its_best(folder, text, monkeypatch):
+    model, tokenizer = load_pretrained(folder)
+    net = attractor.retrofit(model, attractor.APNConfig(num_patches=4, top_k=2, rank=2))
+    told, kept = iter([3.0, 2.0, 1.0, 1.5, 1.0]), []
+    monkeypatch.setattr("attractor.hf.teach.evaluate", lambda *_, **__: next(told))
+    tokens = tokenizer.encode(text.read_text())
+
+    def keep():
+        kept.append([parameter.detach().clone() for parameter in net.trainable_parameters()])
+
+    done = teach(
+        CausalLM(net, context=16), net.trainable_parameters(), tokens[:-200], tokens[-200:], steps=8,
+        batch_size=2, learning_rate=1e-2, keep=keep,
+    )  # fmt: skip
+    assert (done["best"], done["best_step"], len(kept)) == (1.0, 4, 3)
+    assert all(map(torch.equal, kept[-1], net.trainable_parameters()))
+    assert not all(map(torch.equal, kept[-2], net.trainable_parameters()))
+
+
+def test_ctrl_c_keeps_what_is_best_so_far(folder, text, tmp_path, monkeypatch):
+    class Interrupted(Batches):
+        def __next__(self):
+            signal.raise_signal(signal.SIGINT)
+            return super().__next__()
+
+    monkeypatch.setattr("attractor.hf.teach.Batches", Interrupted)
+    arguments = ["retrofit", str(folder), "--data", str(text), "--out", str(tmp_path / "out"), *OPTIONS]
+    assert cli.main(arguments) == INTERRUPTED
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["stopped"]
+    assert summary["steps"] == 1
+    attractor.load_retrofit(load_pretrained(folder)[0], tmp_path / "out" / "adapter")
+
+
+def test_whoever_is_killed_leaves_what_can_be_served(folder, text, tmp_path, monkeypatch):
+    class Killed(Batches):
+        def __next__(self):
+            raise KeyboardInterrupt  # as by a second Ctrl-C
+
+    monkeypatch.setattr("attractor.hf.teach.Batches", Killed)
+    out = tmp_path / "out"
+    _status(["retrofit", str(folder), "--data", str(text), "--out", str(out), *OPTIONS])
+    assert json.loads((out / "summary.json").read_text())["model"] == str(folder)
+    attractor.load_retrofit(load_pretrained(folder)[0], out / "adapter")
 
 
 def test_tokenizers_of_pretrained_models(folder, tmp_path):
@@ -156,7 +220,7 @@ def test_smollm2_is_cached_and_checked(tmp_path, monkeypatch):
     monkeypatch.setattr(corpora, "read_members", members)
     with pytest.raises(corpora.CorpusUnavailable, match="the model has sha256"):
         pretrained.smollm2_file(tmp_path)
-    monkeypatch.setattr(pretrained, "SMOLLM2_SHA256", __import__("hashlib").sha256(b"the model").hexdigest())
+    monkeypatch.setattr(pretrained, "SMOLLM2_SHA256", hashlib.sha256(b"the model").hexdigest())
     path = pretrained.smollm2_file(tmp_path)
     assert path.read_bytes() == b"the model"
     assert pretrained.smollm2_file(tmp_path) == path
@@ -165,7 +229,7 @@ def test_smollm2_is_cached_and_checked(tmp_path, monkeypatch):
     assert len(fetched) == 3
 
 
-def test_the_experiment(folder, text, tmp_path):
+def test_the_experiment(folder, text, tmp_path, monkeypatch):
     """Full fine-tuning, PEFT's LoRA and APN: each alone and behind the guard, once and not again."""
     pytest.importorskip("peft")
     options = {"model": str(folder), "domains": {"new": str(text)}, "retained": {"old": str(text)},
@@ -181,6 +245,21 @@ def test_the_experiment(folder, text, tmp_path):
     assert experiment.run("smoke", tmp_path, tmp_path / "again.json", **options, report=seen.append) == values
     assert all(record["found"] for record in seen)
     assert "APN beside" in experiment.table(values)
+    assert values["cells"][0]["cells"] == len(experiment.METHODS)
+
+    with monkeypatch.context() as patch:  # another shape is another cell for nobody else
+        patch.setitem(experiment.PLANS["smoke"], "apn", {"num_patches": 4, "top_k": 2, "rank": 4})
+        seen.clear()
+        experiment.run("smoke", tmp_path, tmp_path / "more.json", **options, report=seen.append)
+    assert [record["cell"] for record in seen if not record["found"]] == ["new-APN_beside-0.001-0"]
+    changed = tmp_path / "changed"
+    shutil.copytree(folder, changed)
+    assert experiment.weights_hash(str(changed)) == experiment.weights_hash(str(folder))
+    weights = load_file(changed / "model.safetensors")
+    weights["model.norm.weight"] += 1
+    save_file(weights, changed / "model.safetensors", metadata={"format": "pt"})
+    assert experiment.weights_hash(str(changed)) != experiment.weights_hash(str(folder))
+    assert experiment.weights_hash("smollm2-135m") is None
 
 
 def test_another_text_is_another_cell(folder, text, tmp_path):
@@ -189,6 +268,9 @@ def test_another_text_is_another_cell(folder, text, tmp_path):
     plan = experiment.PLANS["smoke"]
     hashes = [experiment.write_texts(tmp_path, plan, {"new": str(path)})["new"] for path in (text, other)]
     assert hashes[0] != hashes[1]
+    other.write_bytes(text.read_bytes().replace(b" be ", b"\r\nbe\r"))
+    told = experiment.write_texts(tmp_path, plan, {"new": str(other)})["new"]
+    assert told == hashlib.sha256(experiment._read(tmp_path, "new").encode()).hexdigest()
     for names in ({"new": str(text)}, {"B": str(text)}):
         with pytest.raises(ValueError, match="names two texts, or the new domain itself"):
             experiment.write_texts(tmp_path, plan, {"new": str(text)}, names)

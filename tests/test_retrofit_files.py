@@ -106,20 +106,32 @@ def test_through_the_models_own_files(tmp_path):
 def edit(change):
     def tamper(folder):
         tensors = load_file(folder / files.WEIGHTS)
-        base = json.loads((folder / files.CONFIG).read_text())["base"]["weights"]
+        described = json.loads((folder / files.CONFIG).read_text())
         change(tensors)
-        save_file(tensors, folder / files.WEIGHTS, metadata={"base": base})
+        told = {"base": described["base"]["weights"], "digest": described["digest"]}
+        save_file(tensors, folder / files.WEIGHTS, metadata=told)
 
     return tamper
 
 
-def describe(change):
+def describe(change, signed=True):
+    """Change the configuration; somebody who knows how has written digests that fit."""
+
     def tamper(folder):
         described = json.loads((folder / files.CONFIG).read_text())
         change(described)
+        if signed:
+            told = {key: value for key, value in described.items() if key != "digest"}
+            described["digest"] = files._digest(told)
         (folder / files.CONFIG).write_text(json.dumps(described))
+        if signed and isinstance(described.get("base"), dict):
+            edit(lambda tensors: None)(folder)
 
     return tamper
+
+
+def changed(change):
+    return describe(change, signed=False)
 
 
 def cut(name, keep):
@@ -143,10 +155,21 @@ TAMPERED = {
     "infinity": edit(lambda t: t[KEY].view(-1)[3:4].fill_(-torch.inf)),
     "a number changed a little": edit(lambda t: t[KEY].view(-1)[3:4].add_(1e-3)),
     "no tensors": edit(lambda t: t.clear()),
-    "another format": describe(lambda d: d.update(format=2)),
+    "another format": describe(lambda d: d.update(format=3)),
+    "an earlier format": describe(lambda d: d.update(format=1)),
+    "an earlier format without a digest": changed(lambda d: (d.update(format=1), d.pop("digest"))),
+    "a format that is no number": describe(lambda d: d.update(format=True)),
+    "no digest": changed(lambda d: d.pop("digest")),
+    "more at once": changed(lambda d: d["layers"][KEY[:-8]].update(top_k=3)),
+    "louder": changed(lambda d: d["layers"][KEY[:-8]].update(scale=7.0)),
+    "other routing": changed(lambda d: d["layers"][KEY[:-8]].update(routing="dot")),
+    "a field less": changed(lambda d: d["layers"][KEY[:-8]].pop("top_k")),
+    "in place of the FFN": changed(lambda d: d.update(mode="replace")),
+    "of any base": changed(lambda d: d["base"].update(config={})),
+    "something more": changed(lambda d: d.update(colour="red")),
     "no format": describe(lambda d: d.pop("format")),
     "another mode": describe(lambda d: d.update(mode="over")),
-    "other weights": describe(lambda d: d["base"].update(weights="0" * 64)),
+    "other weights": changed(lambda d: d["base"].update(weights="0" * 64)),
     "no base": describe(lambda d: d.pop("base")),
     "a base of the wrong type": describe(lambda d: d.update(base=[1])),
     "no layers": describe(lambda d: d.update(layers={}, dtypes={})),
@@ -218,8 +241,24 @@ def test_a_place_that_the_base_has_not_is_refused(saved):
     edit(lambda t: (t.clear(), t.update(tensors)))(saved)
     described = json.loads((saved / files.CONFIG).read_text().replace("layers.1", "layers.7"))
     described["tensors"] = tensors_hash(load_file(saved / files.WEIGHTS))
-    (saved / files.CONFIG).write_text(json.dumps(described))
+    describe(lambda d: (d.clear(), d.update(described)))(saved)
     refused(tiny("llama"), saved, r"a layer for model.layers.7.mlp, which the base has not")
+
+
+def test_two_places_in_one_block_are_refused(saved):
+    def both(text):
+        return text.replace("layers.1.mlp", "layers.0.self_attn")
+
+    tensors = {both(key): value for key, value in load_file(saved / files.WEIGHTS).items()}
+    described = json.loads(both((saved / files.CONFIG).read_text()))
+    described["tensors"] = tensors_hash(tensors)
+    describe(lambda d: (d.clear(), d.update(described)))(saved)
+    edit(lambda t: (t.clear(), t.update(tensors)))(saved)
+    refused(tiny("llama"), saved, "are two places in one block")
+
+
+def test_no_folder_is_a_clear_error():
+    refused(tiny("llama"), None, "holds no retrofit that can be read")
 
 
 def test_a_failed_load_leaves_other_retrofits_alone(saved):
@@ -251,6 +290,10 @@ def test_saving_replaces_retrofits_and_nothing_else(saved, monkeypatch):
         net.save_pretrained(saved)
     with pytest.raises(ValueError, match="is a file"):
         net.save_pretrained(saved / "notes.txt")
+    (saved.parent / "peft").mkdir()
+    (saved.parent / "peft" / files.CONFIG).write_text('{"peft_type": "LORA"}')
+    with pytest.raises(ValueError, match="holds an adapter that is no retrofit"):
+        net.save_pretrained(saved.parent / "peft")
     with torch.no_grad():
         net.apn_layers()[0].encoder[0, 0] = torch.nan
     with pytest.raises(ValueError, match=r"model.layers.0.mlp.encoder holds numbers that are not finite"):

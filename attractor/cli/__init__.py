@@ -100,5 +100,5 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"attractor: {stopped}", file=sys.stderr)
         return INTERRUPTED
     except KeyboardInterrupt:
-        print("attractor: interrupted; what was saved can be resumed", file=sys.stderr)
+        print("attractor: interrupted; what was saved is kept", file=sys.stderr)
         return INTERRUPTED

@@ -10,7 +10,7 @@ import tyro
 
 from attractor import distributed
 from attractor.cli.common import INTERRUPTED, progress_bar
-from attractor.config import APNConfig, check_number
+from attractor.config import APNConfig, check_number, check_size
 from attractor.data import read_text
 from attractor.trainer import stop_on_signal
 
@@ -45,10 +45,17 @@ class RetrofitModel:
 
     def run(self) -> int:
         check_number("val_fraction", self.val_fraction, "between 0 and 1", lambda part: 0 < part < 1)
+        for name in ("steps", "batch_size", "context"):
+            check_size(name, getattr(self, name))
+        check_number("learning_rate", self.learning_rate, "a positive number", lambda rate: rate > 0)
+        check_number("seed", self.seed, "a whole number, 0 or more", lambda n: n >= 0 and n == int(n))
         device = distributed.parse_device(self.device)
-        adapter = self.out / "adapter"
-        if adapter.exists():
-            raise ValueError(f"{adapter} is there already: choose another --out")
+        adapter, told = self.out / "adapter", self.out / "summary.json"
+        for place in (adapter, told):
+            if place.exists():
+                raise ValueError(f"{place} is there already: choose another --out")
+        if self.out.exists() and not self.out.is_dir():
+            raise ValueError(f"--out {self.out} is a file: choose a folder")
         text = read_text(self.data)
         import torch
 
@@ -73,18 +80,23 @@ class RetrofitModel:
             sample=sample if self.start == "kmeans" else None, dtype=torch.float32,
         )  # fmt: skip
         net.print_trainable_parameters()
+        summary = {"model": self.source, "data": self.data, "apn": self.apn.to_dict()}
+
+        def keep() -> None:
+            net.save_pretrained(adapter)
+            told.write_text(json.dumps(summary, indent=2) + "\n")  # the rest when it is known
+
         with stop_on_signal() as stopped, progress_bar(self.steps, "retrofit") as report:
             done = teach(
                 CausalLM(net, context=self.context), net.trainable_parameters(), train, validation,
                 steps=self.steps, batch_size=self.batch_size, learning_rate=self.learning_rate,
-                seed=self.seed, keep=lambda: net.save_pretrained(adapter), stop=stopped, report=report,
+                seed=self.seed, keep=keep, stop=stopped, report=report,
             )  # fmt: skip
         if not math.isfinite(done["best"]):
             raise ValueError("the model cannot predict this text: no loss was finite, and nothing was kept")
         if done["diverged"]:
             print(f"step {done['steps']} diverged: try a --learning-rate below {self.learning_rate:g}")
-        summary = {"model": self.source, "data": self.data, "apn": self.apn.to_dict(), **done}
-        (self.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        told.write_text(json.dumps(summary | done, indent=2) + "\n")
         print(
             f"perplexity of the held-out text {math.exp(done['before']):.3f} -> {math.exp(done['best']):.3f} "
             f"(step {done['best_step']}); the layers are in {adapter}"

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from attractor.config import RunConfig, check_size
 from attractor.distributed import parse_device
 from attractor.experiments import adapting, harm, streams
@@ -110,10 +112,11 @@ class Benchmark:
             self.asked.add(record["cell"])
             self.report(record)
 
-        return run_inquiries(
-            inquiries, work, self.folder, jobs=self.jobs, report=report,
-            stop=lambda: late is not None and time.monotonic() > late, idle=self.idle,
-        )  # fmt: skip
+        with tensor_cores(torch.device(str(self.device))):  # what cells say about where they come from
+            return run_inquiries(
+                inquiries, work, self.folder, jobs=self.jobs, report=report,
+                stop=lambda: late is not None and time.monotonic() > late, idle=self.idle,
+            )  # fmt: skip
 
     def origins(self) -> list[dict[str, Any]]:
         """Where the cells come from that were asked for."""

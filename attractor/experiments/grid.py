@@ -187,7 +187,7 @@ def read_cell(folder: Path, name: str, settings: Settings) -> Values | None:
 def origins(folder: Path, names: Iterable[str]) -> list[dict[str, Any]]:
     """Where these cells come from: a grid that was resumed may be of several versions of the code."""
     counts: Counter[str] = Counter()
-    for name in names:
+    for name in sorted(names):
         made = json.loads(cell_file(folder, name).read_text())["provenance"]
         made["machine"].pop("cpu_threads")  # of as many as there were jobs at that moment
         counts[json.dumps(made, sort_keys=True)] += 1

@@ -23,7 +23,7 @@ def provenance() -> dict[str, Any]:
     given = os.environ.get("ATTRACTOR_COMMIT")  # by who runs a copy of the code without its history
     return {
         "commit": given or _git("rev-parse", "HEAD") or "unknown",
-        "uncommitted_changes": not given and bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "uncommitted_changes": None if given else bool(_git("status", "--porcelain", "--untracked-files=no")),
         "versions": {
             "attractor": __version__, "torch": torch.__version__, "numpy": numpy.__version__,
             "python": platform.python_version(),

@@ -62,13 +62,12 @@ def adapt(settings: Settings, folder: Path) -> Values:
     rows = 16 if device.type == "cuda" else 8  # a vocabulary of 49,152 makes large logits
     model, tokenizer = load_pretrained(settings["model"], device=device)
     pristine = CausalLM(Retrofit(copy.deepcopy(model)), None, context=plan["context"])
-    text = (folder / "texts" / f"{settings['domain']}.txt").read_text()
+    text = _read(folder, settings["domain"])
     held_out = plan["held_out"]
     pieces = text[: -2 * held_out], text[-2 * held_out : -held_out], text[-held_out:]
     train, validation, test = (tokenizer.encode(piece) for piece in pieces)
     texts = {"B": test} | {
-        name: tokenizer.encode((folder / "texts" / f"{name}.txt").read_text()[-held_out:])
-        for name in settings["retained"]
+        name: tokenizer.encode(_read(folder, name)[-held_out:]) for name in settings["retained"]
     }
 
     def losses(predictor: Any) -> dict[str, Any]:
@@ -80,23 +79,20 @@ def adapt(settings: Settings, folder: Path) -> Values:
 
     torch.manual_seed(settings["seed"])
     learner, parameters = prepare(settings["method"], model, train, plan, settings["seed"])
-    best: list[torch.Tensor] = []
-
-    def keep() -> None:
-        best[:] = [parameter.detach().clone() for parameter in parameters]
-
     done = teach(
         learner, parameters, train, validation, steps=plan["steps"], batch_size=plan["batch_size"],
-        learning_rate=settings["rate"], evaluations=plan["evaluations"], seed=settings["seed"], keep=keep,
+        learning_rate=settings["rate"], evaluations=plan["evaluations"], seed=settings["seed"],
     )  # fmt: skip
-    with torch.no_grad():
-        for parameter, value in zip(parameters, best, strict=True):
-            parameter.copy_(value)
     guard = Guard({"base": cast(GPT, pristine), "adapted": cast(GPT, learner)}).to(device).eval()
     bound = guard.bound(plan["context"]) / plan["context"]
     measured = {"before": losses(pristine), "alone": losses(learner), "guarded": losses(guard)}
     size = sum(parameter.numel() for parameter in pristine.parameters())
     return {**measured, "bound": bound, "taught": done, "parameters": size}
+
+
+def _read(folder: Path, name: str) -> str:
+    """To the byte what `write_texts` wrote: line ends too."""
+    return (folder / "texts" / f"{name}.txt").read_bytes().decode("utf-8")
 
 
 def prepare(
@@ -145,13 +141,15 @@ def run(
     hashes = write_texts(folder, plan, domains, retained)
     first, *_ = domains
     asked: set[str] = set()
+    known = weights_hash(model)
+    weights = {"weights": known} if known else {}
     unread = {method: {"rates"} if method == APN_ROW else {"rates", "apn"} for method in METHODS}
 
     def cell(domain: str, method: str, rate: float) -> dict[str, Settings]:
         settings = {"size": size, "model": model, "domain": domain, "method": method, "rate": rate,
                     "seed": seed, "retained": list(retained), "device": str(parse_device(device)),
                     "plan": {key: value for key, value in plan.items() if key not in unread[method]},
-                    "texts": {name: hashes[name] for name in (domain, *retained)}}  # fmt: skip
+                    "texts": {name: hashes[name] for name in (domain, *retained)}, **weights}  # fmt: skip
         return {f"{domain}-{method.replace(' ', '_')}-{rate:g}-{seed}": settings}
 
     def learned(method: str) -> Inquiry[tuple[dict[float, Values], float, dict[str, Values]]]:
@@ -168,7 +166,8 @@ def run(
         asked.add(record["cell"])
         report(record)
 
-    found = run_inquiries({m: learned(m) for m in METHODS}, work, folder, jobs=jobs, report=told)
+    with tensor_cores(parse_device(device)):  # what cells say about where they come from
+        found = run_inquiries({m: learned(m) for m in METHODS}, work, folder, jobs=jobs, report=told)
     values = {
         "experiment": "retrofit", "size": size, "model": model, "seed": seed,
         "rates": {method: best for method, (_, best, _) in found.items()},
@@ -180,6 +179,19 @@ def run(
     }  # fmt: skip
     write_result(result, values)
     return values
+
+
+def weights_hash(model: str) -> str | None:
+    """Of the files that a path names; whatever has a name is what it is."""
+    place = Path(model)
+    files = [place] if place.is_file() else sorted(place.glob("*.safetensors")) if place.is_dir() else []
+    if not files:
+        return None
+    found = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as content:
+            found.update(hashlib.file_digest(content, "sha256").digest())
+    return found.hexdigest()
 
 
 def write_texts(folder: Path, plan: dict[str, Any], *sources: Mapping[str, str]) -> dict[str, str]:
@@ -194,7 +206,7 @@ def write_texts(folder: Path, plan: dict[str, Any], *sources: Mapping[str, str])
             raise ValueError(f"{source!r} has {len(text):,} characters; {4 * plan['held_out']:,} are needed")
         held_out = 2 * plan["held_out"]
         used = text[:-held_out][: plan["train"]] + text[-held_out:]
-        (folder / "texts" / f"{name}.txt").write_text(used)
+        (folder / "texts" / f"{name}.txt").write_text(used, encoding="utf-8", newline="")
         hashes[name] = hashlib.sha256(used.encode()).hexdigest()
     return hashes
 

@@ -52,6 +52,8 @@ class Built:
 
 
 def build(model: Any, config: APNConfig, **options: Unpack[Options]) -> Built:
+    if unknown := sorted(options.keys() - Options.__annotations__.keys()):
+        raise TypeError(f"unknown options {unknown}; there are: {', '.join(Options.__annotations__)}")
     mode, prototypes = options.get("mode", "beside"), options.get("prototypes", "random")
     steps, seed, sample = options.get("steps", 500), options.get("seed", 0), options.get("sample")
     check_choice("mode", mode, get_args(ModeName))
@@ -65,9 +67,12 @@ def build(model: Any, config: APNConfig, **options: Unpack[Options]) -> Built:
     places = find_places(model, options.get("layers", "all"))
     seen: Iterable[tuple[Place, Any, Any]] = ((place, None, None) for place in places)
     if needs_sample:
-        seen = activations(model, places, batches)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        seen = activations(model, places, batches, with_outputs=mode == "replace")
+    gpus = sorted({parameter.device.index for parameter in model.parameters() if parameter.is_cuda})
+    with torch.random.fork_rng(gpus):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed reaches GPUs that are not forked
+        for gpu in gpus:
+            torch.cuda.default_generators[gpu].manual_seed(seed)
         for place, inputs, outputs in seen:
             weight = weight_of(model, place)
             dtype = options.get("dtype") or weight.dtype

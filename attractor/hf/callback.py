@@ -4,6 +4,7 @@ Trainer(model=net, args=..., train_dataset=..., callbacks=[APNCallback(warmup_st
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,18 +50,14 @@ class APNCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         if not isinstance(model, Retrofit) or not model.apn_layers():
             raise ValueError(f"APNCallback needs a retrofit in use, not a {type(model).__name__}")
+        self._clean_up(model)  # after a run that an exception ended
         if self.allocation.mode != "off":
             if args.world_size > 1:
                 raise ValueError(f"allocation needs one process, not {args.world_size}: each would choose")
             self.allocator = Allocator(model.apn_layers(), self.allocation)
             self.allocations, self.tokens = [], 0
         for number, layer in model.apn_layers().items():
-
-            def keep(module: object, arguments: tuple[Tensor, ...], number: int = number) -> None:
-                tokens = arguments[0].detach()
-                self.inputs[number] = tokens.reshape(-1, tokens.shape[-1])[:TOKENS].clone()
-
-            self.hooks.append(layer.register_forward_pre_hook(keep))
+            self.hooks.append(layer.register_forward_pre_hook(partial(_keep, self.inputs, number)))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         for layer in model.apn_layers().values() if self.warmup_steps else ():
@@ -97,6 +94,9 @@ class APNCallback(TrainerCallback):
         logs.update(values)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self._clean_up(model)
+
+    def _clean_up(self, model: Retrofit) -> None:
         for hook in self.hooks:
             hook.remove()
         self.hooks, self.inputs, self.allocator = [], {}, None
@@ -107,6 +107,11 @@ class APNCallback(TrainerCallback):
     def _stats(self, layer: APN, inputs: Tensor) -> RoutingStats:
         with mode(layer, training=False):
             return layer(inputs, return_stats=True)[1]
+
+
+def _keep(inputs: dict[int, Tensor], number: int, module: object, arguments: tuple[Tensor, ...]) -> None:
+    tokens = arguments[0].detach()
+    inputs[number] = tokens.reshape(-1, tokens.shape[-1])[:TOKENS].clone()
 
 
 class OptimizerMoments:

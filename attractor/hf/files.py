@@ -5,6 +5,7 @@ before it gives anything.
 """
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping
 from importlib import metadata
@@ -21,7 +22,9 @@ from attractor.config import APNConfig, check_choice
 from attractor.layer import APN, FLOATS
 from attractor.version import __version__
 
-FORMAT = 1
+FORMAT = 2
+READ = (1, 2)
+"""Formats that can be read; the first had no digest of its configuration."""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ModeName = Literal["beside", "replace"]
 BOOKKEEPING = ("_name_or_path", "transformers_version", "use_cache", "dtype", "architectures")
@@ -83,6 +86,8 @@ def write(folder: str | Path, model: Any, layers: Mapping[str, APN], mode: ModeN
         raise ValueError(
             f"{folder} holds {sorted(others)[0]!r}, and saving replaces a folder as a whole: choose another"
         )
+    if (folder / CONFIG).exists() and not _is_ours(folder):
+        raise ValueError(f"{folder} holds an adapter that is no retrofit: choose another folder")
     tensors = {
         f"{place}.{name}": parameter.detach().cpu().contiguous()
         for place, layer in layers.items()
@@ -100,24 +105,30 @@ def write(folder: str | Path, model: Any, layers: Mapping[str, APN], mode: ModeN
         "dtypes": {place: _name(layer.encoder.dtype) for place, layer in layers.items()},
         "layers": {place: layer.config.to_dict() for place, layer in layers.items()},
     }  # fmt: skip
+    digest = _digest(described)
 
     def fill(partial: Path) -> None:
         try:
-            save_file(tensors, partial / WEIGHTS, metadata={"format": "pt", "base": weights})
+            told = {"format": "pt", "base": weights, "digest": digest}
+            save_file(tensors, partial / WEIGHTS, metadata=told)
         except SafetensorError as error:
             raise OSError(f"cannot write {folder}: {error}") from error
-        (partial / CONFIG).write_text(json.dumps(described, indent=2))
+        (partial / CONFIG).write_text(json.dumps({**described, "digest": digest}, indent=2))
 
     write_folder(folder.absolute(), fill)
 
 
 def read(folder: str | Path, dim: int, backend: str) -> Saved:
     """Read what `write` wrote, on the CPU; anything else is a ValueError."""
-    folder = Path(folder)
     try:
+        folder = Path(folder)
         described = json.loads((folder / CONFIG).read_text())
-        if not isinstance(described, dict) or described.get("format") != FORMAT:
-            raise ValueError(f"not a retrofit of format {FORMAT}, which this release reads")
+        known = isinstance(described, dict) and type(described.get("format")) is int
+        if not known or described["format"] not in READ:
+            raise ValueError(f"not a retrofit of format {FORMAT} or older, which this release reads")
+        digest = described.pop("digest", None)
+        if digest != (_digest(described) if described["format"] > 1 else None):
+            raise ValueError(f"{CONFIG} is not what was saved: its digest differs")
         check_choice("mode", described["mode"], get_args(ModeName))
         base, dtypes, configs = described["base"], described["dtypes"], described["layers"]
         if not configs or dtypes.keys() != configs.keys():
@@ -130,7 +141,8 @@ def read(folder: str | Path, dim: int, backend: str) -> Saved:
                 for place, fields in configs.items()
             }
         with safe_open(folder / WEIGHTS, framework="pt") as file:
-            if (file.metadata() or {}).get("base") != base["weights"]:
+            told = file.metadata() or {}
+            if (told.get("base"), told.get("digest")) != (base["weights"], digest):
                 raise ValueError("its two files belong to different retrofits")
             tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 (no dict)
         _fill(layers, tensors)
@@ -140,6 +152,17 @@ def read(folder: str | Path, dim: int, backend: str) -> Saved:
     except (OSError, LookupError, TypeError, AttributeError, ValueError, RuntimeError, RecursionError,
             SafetensorError) as error:  # fmt: skip
         raise ValueError(f"{folder} holds no retrofit that can be read: {error}") from error
+
+
+def _digest(described: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def _is_ours(folder: Path) -> bool:
+    try:
+        return {"format", "base", "mode", "layers"} <= json.loads((folder / CONFIG).read_text()).keys()
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def _fill(layers: Mapping[str, APN], tensors: dict[str, Tensor]) -> None:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
@@ -38,7 +39,7 @@ def find_places(model: nn.Module, layers: Layers) -> list[Place]:
     if isinstance(layers, str):
         return places
     known = {place.number: place for place in places}
-    numbers = list(layers)
+    numbers = list(layers) if isinstance(layers, Iterable) else []
     if not numbers or len(set(numbers)) != len(numbers) or any(type(number) is not int for number in numbers):
         raise ValueError(f'layers={layers!r} must be "all", a pattern, or a list of different layer numbers')
     if unknown := sorted(set(numbers) - known.keys()):
@@ -46,9 +47,30 @@ def find_places(model: nn.Module, layers: Layers) -> list[Place]:
     return [known[number] for number in sorted(numbers)]
 
 
-def place_at(model: nn.Module, name: str) -> Place:
-    """The place that begins with the module of this name. Its number is the last one in the name, or 0."""
-    number = next((int(part) for part in reversed(name.split(".")) if part.isdigit()), 0)
+def places_at(model: nn.Module, names: Sequence[str]) -> list[Place]:
+    """The places that begin with the modules of these names, numbered by the block they are in.
+
+    That is the last number in a name by which all of them differ.
+    """
+    paths = [name.split(".") for name in names]
+    numbers = [0] * len(names)
+    for column in reversed([*zip(*paths, strict=False)]):
+        if all(part.isdigit() for part in column):
+            numbers = [int(part) for part in column]
+            if len(set(numbers)) == len(names):
+                break
+    places = [_place(model, name, number) for name, number in zip(names, numbers, strict=True)]
+    first: dict[Any, Place] = {}
+    for place in places:
+        if (other := first.setdefault(place.number, place)) is not place:
+            raise ValueError(f"{other.name} and {place.name} are two places in one block: name one of them")
+        for module in place.modules:
+            if (other := first.setdefault(module, place)) is not place:
+                raise ValueError(f"{other.name} and {place.name} share a module: name one of them")
+    return sorted(places, key=lambda place: place.number)
+
+
+def _place(model: nn.Module, name: str, number: int) -> Place:
     owner, _, leaf = name.rpartition(".")
     block = model.get_submodule(owner)
     if leaf != PIECES[0] or not _is_split(block):
@@ -63,12 +85,17 @@ def place_at(model: nn.Module, name: str) -> Place:
 
 def _in_blocks(model: nn.Module) -> list[Place]:
     found = {
-        path: places
+        path: names
         for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and (places := list(_of_list(model, path, module)))
+        if isinstance(module, nn.ModuleList) and (names := list(_of_list(path, module)))
     }
+    if len(found) > 1:  # one that sees has FFNs elsewhere too
+        decoder = getattr(model, "get_decoder", lambda: model)() or model
+        inside = {id(module) for module in decoder.modules()}
+        text = {path: names for path, names in found.items() if id(model.get_submodule(path)) in inside}
+        found = text if len(text) == 1 else found
     if len(found) == 1:
-        return next(iter(found.values()))
+        return places_at(model, next(iter(found.values())))
     problem = "no FFNs that are known" if not found else f"FFNs in {len(found)} lists, {', '.join(found)}"
     raise ValueError(
         f"{type(model).__name__} has {problem}: name the modules by a pattern, as in "
@@ -76,13 +103,13 @@ def _in_blocks(model: nn.Module) -> list[Place]:
     )
 
 
-def _of_list(model: nn.Module, path: str, blocks: Iterable[nn.Module]) -> Iterator[Place]:
+def _of_list(path: str, blocks: Iterable[nn.Module]) -> Iterator[str]:
     for number, block in enumerate(blocks):
         leaf = next((name for name in NAMES if isinstance(getattr(block, name, None), nn.Module)), None)
         if leaf is None and _is_split(block):
             leaf = PIECES[0]
         if leaf is not None:
-            yield place_at(model, f"{path}.{number}.{leaf}")
+            yield f"{path}.{number}.{leaf}"
 
 
 def _is_split(block: nn.Module) -> bool:
@@ -92,21 +119,16 @@ def _is_split(block: nn.Module) -> bool:
 
 def _matching(model: nn.Module, pattern: str) -> list[Place]:
     wanted = pattern.split(".")
-    found: dict[int, Place] = {}
-    for path, _ in model.named_modules():
+    found = []
+    for path, _ in model.named_modules(remove_duplicate=False):
         parts = path.split(".")
         if path and len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted)):
-            place = place_at(model, path)
-            if (first := found.setdefault(place.number, place)) is not place:
-                raise ValueError(
-                    f"layers={pattern!r} names {first.name} and {place.name}, two places in one block: name "
-                    "one of them"
-                )
+            found.append(path)
     if not found:
         raise ValueError(
             f"layers={pattern!r} names no module of {type(model).__name__}. {_candidates(model)}"
         )
-    return [found[number] for number in sorted(found)]
+    return places_at(model, found)
 
 
 def _candidates(model: nn.Module) -> str:

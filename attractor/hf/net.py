@@ -1,5 +1,6 @@
 """Retrofit: a Hugging Face model whose FFNs have APN layers, and the two functions that make one."""
 
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,9 +14,11 @@ from attractor.config import APNConfig
 from attractor.hf import files
 from attractor.hf.build import Built, Options, adds_nothing, build, weight_of, width
 from attractor.hf.files import ModeName
-from attractor.hf.find import place_at
-from attractor.hf.site import Site, is_retrofitted
+from attractor.hf.find import places_at
+from attractor.hf.site import Site, is_retrofitted, is_site
 from attractor.layer import APN, RoutingStats
+
+log = logging.getLogger("attractor")
 
 NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -47,7 +50,7 @@ def load_retrofit(
     known = {path for path, _ in net.model.named_modules()}
     if absent := [path for path in saved.layers if path not in known]:
         raise ValueError(f"{folder} has a layer for {absent[0]}, which the base has not. Nothing was changed")
-    layers = [(place_at(net.model, path), layer) for path, layer in saved.layers.items()]
+    layers = [(place, saved.layers[place.name]) for place in places_at(net.model, list(saved.layers))]
     for place, layer in layers:
         layer.to(weight_of(net.model, place).device)
     net._take(name, Built(saved.mode, layers))
@@ -76,7 +79,7 @@ class Retrofit(nn.Module):
         self.errors: dict[str, dict[int, float]] = {}  # name -> block -> relative error of a distilled layer
         self.sites: dict[int, Site] = {}
         self.active: str | None = None
-        self._found = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+        self._found = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         self.register_state_dict_post_hook(_leave_out_base)
         self.register_load_state_dict_post_hook(_miss_no_base)
 
@@ -92,6 +95,7 @@ class Retrofit(nn.Module):
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        *,
         labels: Tensor | None = None,
         **others: Any,
     ) -> Any:
@@ -104,8 +108,10 @@ class Retrofit(nn.Module):
     def add(self, name: str, config: APNConfig | None = None, **options: Unpack[Options]) -> None:
         """Build another retrofit and use it. What the options mean is in `build.Options`."""
         self._check_new(name)
+        if config is not None and not isinstance(config, APNConfig):
+            raise TypeError(f"config is a {type(config).__name__}: give an APNConfig")
         with self.using(None):
-            built = build(self.model, config or APNConfig(), **options)
+            built = build(self.model, APNConfig() if config is None else config, **options)
         self._take(name, built)
 
     def use(self, name: str | None) -> None:
@@ -123,7 +129,7 @@ class Retrofit(nn.Module):
         try:
             yield
         finally:
-            self._switch(before)
+            self._switch(before if before in self.modes else None)
 
     def drop(self, name: str) -> None:
         """Forget a retrofit; if it is in use, the base is used from now on."""
@@ -169,6 +175,8 @@ class Retrofit(nn.Module):
         layers = self.apn_layers(name)
         if not layers:
             raise ValueError(f"no retrofit is in use; name one of {sorted(self.modes)}")
+        if any(layer.scale_factor is not None and layer.scale_factor != 1 for layer in layers.values()):
+            log.warning("the scale of the updates is being warmed up: what is saved has it whole")
         places = {self.sites[number].place.name: layer for number, layer in layers.items()}
         files.write(folder, self.model, places, self.modes[name or cast(str, self.active)])
 
@@ -179,8 +187,8 @@ class Retrofit(nn.Module):
         self._switch(None)
         for site in self.sites.values():
             site.remove()
-        for parameter, flag in self._found:
-            parameter.requires_grad_(flag)
+        for name, parameter in self.model.named_parameters() if self.sites else ():
+            parameter.requires_grad_(self._found.get(name, True))
         self.sites, self.modes, self.errors, self.retrofits = {}, {}, {}, nn.ModuleDict()
         return self.model
 
@@ -228,6 +236,8 @@ class Retrofit(nn.Module):
                     f"block {place.number} has retrofits at {known.place.name}, so none at {place.name}: "
                     "unload first. Nothing was changed"
                 )
+            if known is None and any(map(is_site, place.modules)):
+                raise ValueError(f"{place.name} has a retrofit of another owner. Nothing was changed")
         for place, _ in built.layers:
             if place.number not in self.sites:
                 self.sites[place.number] = Site(place)
@@ -244,4 +254,9 @@ def _leave_out_base(net: nn.Module, state: dict[str, Any], prefix: str, _: objec
 
 def _miss_no_base(net: nn.Module, incompatible: Any) -> None:
     base = {f"model.{key}" for key in cast(Retrofit, net).model.state_dict()}
-    incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if key not in base]
+
+    def is_of_base(key: str) -> bool:  # whatever holds us puts its own name before
+        parts = key.split(".")
+        return any(".".join(parts[start:]) in base for start in range(len(parts)))
+
+    incompatible.missing_keys[:] = [key for key in incompatible.missing_keys if not is_of_base(key)]

@@ -46,27 +46,34 @@ def sample_batches(model: Any, sample: Sample, tokenizer: Any = None) -> list[Te
 
 
 def activations(
-    model: Any, places: Sequence[Place], batches: list[Tensor]
-) -> Iterator[tuple[Place, Tensor, Tensor]]:
+    model: Any, places: Sequence[Place], batches: list[Tensor], *, with_outputs: bool = True
+) -> Iterator[tuple[Place, Tensor, Tensor | None]]:
     """Every place with the inputs and outputs (n, dim) of its FFN; as many at a time as fit."""
+    if not batches:
+        raise ValueError("the sample has no tokens")
     width = model.config.get_text_config().hidden_size
     numbers = 2 * width * sum(batch.numel() for batch in batches)
     at_once = max(1, MOST_NUMBERS // max(1, numbers))
     for start in range(0, len(places), at_once):
         some = places[start : start + at_once]
-        yield from zip(some, *_read(model, some, batches), strict=True)
+        inputs, outputs = _read(model, some, batches, with_outputs)
+        yield from zip(some, inputs, outputs, strict=True)
 
 
 @torch.no_grad()
-def _read(model: Any, places: Sequence[Place], batches: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def _read(
+    model: Any, places: Sequence[Place], batches: list[Tensor], with_outputs: bool
+) -> tuple[list[Tensor], Sequence[Tensor | None]]:
     """In float32; an output is without a residual that it adds."""
     inputs: list[list[Tensor]] = [[] for _ in places]
     outputs: list[list[Tensor]] = [[] for _ in places]
 
     def watch(number: int, place: Place) -> list[Any]:
         def keep_input(module: object, arguments: tuple[Any, ...]) -> None:
-            hidden, *residuals = check_arguments(place, arguments)
+            hidden, *residuals = check_arguments(place, arguments if with_outputs else arguments[:1])
             inputs[number].append(hidden.float().flatten(0, -2))
+            if not with_outputs:
+                return
             outputs[number].append(torch.zeros_like(inputs[number][-1]))
             for residual in residuals:
                 outputs[number][-1] -= residual.float().flatten(0, -2)
@@ -75,7 +82,7 @@ def _read(model: Any, places: Sequence[Place], batches: list[Tensor]) -> tuple[l
             outputs[number][-1] += check_output(place, output).float().flatten(0, -2)
 
         first = place.modules[0].register_forward_pre_hook(keep_input)
-        return [first, place.modules[-1].register_forward_hook(keep_output)]
+        return [first, *([place.modules[-1].register_forward_hook(keep_output)] if with_outputs else [])]
 
     hooks = [hook for number, place in enumerate(places) for hook in watch(number, place)]
     try:
@@ -85,7 +92,7 @@ def _read(model: Any, places: Sequence[Place], batches: list[Tensor]) -> tuple[l
     finally:
         for hook in hooks:
             hook.remove()
-    return [torch.cat(parts) for parts in inputs], [torch.cat(parts) for parts in outputs]
+    return [torch.cat(parts) for parts in inputs], [torch.cat(parts) if parts else None for parts in outputs]
 
 
 @torch.no_grad()
@@ -96,8 +103,7 @@ def set_prototypes(layer: APN, inputs: Tensor, seed: int) -> None:
     count, groups = layer.num_patches, layer.config.routing_groups
     if len(directions) < count:
         raise ValueError(
-            f"the sample has {len(directions)} tokens for {count} prototypes: give more text, or use "
-            'prototypes="random"'
+            f"the sample has {len(directions)} tokens for {count} prototypes: give more, or start at random"
         )
     generator = torch.Generator().manual_seed(seed)
     start = torch.randperm(len(directions), generator=generator)[:count]

@@ -5,6 +5,7 @@ and only until `remove`. So the model's own state dict, hash and files never kno
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ class Site:
         self.replaces = False
         self.recording: torch.Size | None = None  # shape (B, T) of the tokens whose routing is to be kept
         self.stats: RoutingStats | None = None
-        self.originals: list[Callable[..., Any]] = [module.forward for module in place.modules]
         self.found = [vars(module).get("forward") for module in place.modules]  # another library's, if any
         self.ours = [self.forward, *[pass_on] * (len(place.modules) - 1)]
         for module, forward in zip(place.modules, self.ours, strict=True):
@@ -59,17 +59,27 @@ class Site:
 
     def ffn(self, *arguments: Any, **options: Any) -> Any:
         """What was here before."""
-        first, *rest = self.originals
-        output = first(*arguments, **options)
-        for forward in rest:
-            output = forward(output)
+        (first, found), *rest = zip(self.place.modules, self.found, strict=True)
+        output = _original(first, found)(*arguments, **options)
+        for module, found in rest:
+            output = _original(module, found)(output)
         return output
 
     def _sum(self, output: Any, update: Tensor) -> Tensor:
         output = check_output(self.place, output)
+        if output.numel() != update.numel():
+            raise ValueError(
+                f"{self.place.name} is given {tuple(update.shape)} and returns {tuple(output.shape)}: no APN "
+                "layer can stand beside it. Name another module"
+            )
         return output + update.to(output.dtype).reshape(output.shape)
 
     def _update(self, apn: APN, hidden: Tensor) -> Tensor:
+        if hidden.shape[-1] != apn.encoder.shape[0] or not hidden.is_floating_point():
+            raise ValueError(
+                f"{self.place.name} is given {tuple(hidden.shape)} of {hidden.dtype}, and hidden states have "
+                f"width {apn.encoder.shape[0]}: name another module"
+            )
         tokens = hidden.to(apn.encoder.dtype)
         if self.recording is None:
             return apn(tokens).to(hidden.dtype)
@@ -101,10 +111,18 @@ def pass_on(hidden: Tensor) -> Tensor:
     return hidden
 
 
+def _original(module: nn.Module, found: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Asked for at every call: a bound method would be pickled as whatever stands in for it."""
+    return found if found is not None else partial(type(module).forward, module)
+
+
+def is_site(module: nn.Module) -> bool:
+    return isinstance(getattr(vars(module).get("forward"), "__self__", None), Site)
+
+
 def _call(module: nn.Module, forward: Callable[..., Any]) -> None:
     setattr(module, "forward", forward)  # noqa: B010 (a method for mypy)
 
 
 def is_retrofitted(model: nn.Module) -> bool:
-    forwards = (vars(module).get("forward") for module in model.modules())
-    return any(isinstance(getattr(forward, "__self__", None), Site) for forward in forwards)
+    return any(map(is_site, model.modules()))

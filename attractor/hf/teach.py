@@ -2,8 +2,8 @@
 
     done = teach(CausalLM(net, context=256), net.trainable_parameters(), train, validation, steps=300)
 
-Whoever wants to keep the best one gives `keep`: it is called at every new best, and so at the latest before
-something goes wrong.
+The model ends as it was at its best. `keep` is called at every new best: whoever saves it there has it
+before something goes wrong.
 """
 
 import math
@@ -60,6 +60,7 @@ def teach(
     batches = Batches(train, batch_size, model.config.context, seed)
     evaluated = {round(number * steps / evaluations) for number in range(evaluations + 1)}
     losses: list[dict[str, float]] = []
+    kept: list[torch.Tensor] = []
     best, best_step, seconds, diverged = math.inf, 0, 0.0, False
     for step in range(steps + 1):
         stopped = stop()
@@ -74,6 +75,7 @@ def teach(
             report({"step": step, "val/ppl": math.exp(min(loss, 50.0))})
             if loss < best:
                 best, best_step = loss, step
+                kept = [parameter.detach().clone() for parameter in learning]
                 keep()
         if step == steps or stopped:
             break
@@ -93,6 +95,9 @@ def teach(
         optimizer.step()
         seconds += time.perf_counter() - started
         report({"step": step + 1})
+    with torch.no_grad():
+        for parameter, value in zip(learning, kept, strict=bool(kept)):  # nothing, if no loss was finite
+            parameter.copy_(value)
     return {
         "before": losses[0]["validation"], "best": best, "best_step": best_step, "losses": losses,
         "steps": step, "stopped": stopped, "diverged": diverged, "seconds": seconds,
