@@ -14,6 +14,8 @@ from attractor.experiments.grid import CellsFailed, GridStopped, cell_file, orig
 from attractor.experiments.readings import provenance
 
 both_ways = pytest.mark.parametrize("jobs", [1, 2])
+KEPT = []
+"""Processes that wait for the next test: starting one takes seconds."""
 
 
 def work(settings, folder):
@@ -37,10 +39,10 @@ def cells_of(*numbers, **changes):
 
 @both_ways
 def test_what_is_done_is_not_done_again(tmp_path, jobs):
-    values = run_cells(cells_of(1, 2, 3), work, tmp_path, jobs=jobs)
+    values = run_cells(cells_of(1, 2, 3), work, tmp_path, jobs=jobs, idle=KEPT)
     assert values == {"cell-1": {"square": 1}, "cell-2": {"square": 4}, "cell-3": {"square": 9}}
     seen = []
-    again = run_cells(cells_of(1, 2, 3, 4), work, tmp_path, jobs=jobs, report=seen.append)
+    again = run_cells(cells_of(1, 2, 3, 4), work, tmp_path, jobs=jobs, idle=KEPT, report=seen.append)
     assert again == values | {"cell-4": {"square": 16}}
     assert marks(tmp_path) == [1, 2, 3, 4]
     assert {record["cell"]: record["found"] for record in seen} == {
@@ -73,7 +75,7 @@ def test_other_settings_are_another_cell(tmp_path):
 def test_a_mistake_loses_one_cell(tmp_path, jobs):
     cells = cells_of(1, 2, 3) | cells_of(4, mistake="raise")
     with pytest.raises(CellsFailed, match=r"1 of 4 cells failed.*cell-4: ValueError: no square today"):
-        run_cells(cells, work, tmp_path, jobs=jobs)
+        run_cells(cells, work, tmp_path, jobs=jobs, idle=KEPT)
     assert run_cells(cells_of(1, 2, 3), work, tmp_path) == run_cells(cells_of(1, 2, 3), work, tmp_path)
     assert marks(tmp_path) == [1, 2, 3, 4]
 
@@ -81,7 +83,7 @@ def test_a_mistake_loses_one_cell(tmp_path, jobs):
 def test_a_process_that_dies_loses_one_cell(tmp_path):
     cells = cells_of(0, mistake="die") | cells_of(1, 2, 3)
     with pytest.raises(CellsFailed, match="its process died with exit code 7"):
-        run_cells(cells, work, tmp_path, jobs=2)
+        run_cells(cells, work, tmp_path, jobs=2, idle=KEPT)
     assert marks(tmp_path) == [0, 1, 2, 3]
 
 
@@ -124,10 +126,10 @@ def counted(*numbers):
 @both_ways
 def test_inquiries_share_cells(tmp_path, jobs):
     inquiries = {"odd": counted(1, 3, 5), "all": counted(1, 2, 3), "none": counted()}
-    assert run_inquiries(inquiries, work, tmp_path, jobs=jobs) == {"odd": 35, "all": 14, "none": 0}
+    assert run_inquiries(inquiries, work, tmp_path, jobs=jobs, idle=KEPT) == {"odd": 35, "all": 14, "none": 0}
     assert marks(tmp_path) == [1, 2, 3, 5]  # whoever asked for them
     inquiries = {"more": counted(5, 6), "known": counted(1, 2)}
-    assert run_inquiries(inquiries, work, tmp_path, jobs=jobs) == {"more": 61, "known": 5}
+    assert run_inquiries(inquiries, work, tmp_path, jobs=jobs, idle=KEPT) == {"more": 61, "known": 5}
     assert marks(tmp_path) == [1, 2, 3, 5, 6]
 
 
@@ -138,7 +140,7 @@ def test_a_failed_cell_ends_only_who_asked_for_it(tmp_path, jobs):
         yield cells_of(9)
 
     with pytest.raises(CellsFailed, match=r"1 of 4 cells failed.*cell-0: ValueError"):
-        run_inquiries({"bad": unlucky(), "good": counted(1, 2, 3)}, work, tmp_path, jobs=jobs)
+        run_inquiries({"bad": unlucky(), "good": counted(1, 2, 3)}, work, tmp_path, jobs=jobs, idle=KEPT)
     assert marks(tmp_path) == [0, 1, 2, 3]
 
 
@@ -153,7 +155,7 @@ def wait_for_another(settings, folder):
 def test_no_inquiry_waits_for_another(tmp_path):
     """The first cell ends when the third one has run, which another inquiry asks for after the second."""
     inquiries = {"slow": counted(1), "quick": counted(2, 3)}
-    assert run_inquiries(inquiries, wait_for_another, tmp_path, jobs=2) == {"slow": 1, "quick": 13}
+    assert run_inquiries(inquiries, wait_for_another, tmp_path, jobs=2, idle=KEPT) == {"slow": 1, "quick": 13}
 
 
 def test_one_name_is_one_cell(tmp_path):
@@ -167,10 +169,17 @@ def test_one_name_is_one_cell(tmp_path):
 @both_ways
 def test_out_of_time(tmp_path, jobs):
     with pytest.raises(GridStopped, match="cells wait"):
-        run_cells(cells_of(1, 2, 3, 4), work, tmp_path, jobs=jobs, stop=lambda: (tmp_path / "marks").exists())
+        run_cells(
+            cells_of(1, 2, 3, 4),
+            work,
+            tmp_path,
+            jobs=jobs,
+            idle=KEPT,
+            stop=lambda: (tmp_path / "marks").exists(),
+        )
     done = len(marks(tmp_path))
     assert 1 <= done <= jobs
-    assert len(run_cells(cells_of(1, 2, 3, 4), work, tmp_path, jobs=jobs)) == 4
+    assert len(run_cells(cells_of(1, 2, 3, 4), work, tmp_path, jobs=jobs, idle=KEPT)) == 4
     assert marks(tmp_path) == [1, 2, 3, 4]
 
 
