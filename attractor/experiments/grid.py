@@ -50,18 +50,9 @@ class GridStopped(RuntimeError):
     """There was no time for all cells. Run again to go on."""
 
 
-def run_cells(
-    cells: Mapping[str, Settings],
-    work: Work,
-    folder: Path,
-    *,
-    jobs: int = 1,
-    report: Report = lambda record: None,
-    stop: Callable[[], bool] = lambda: False,
-    idle: list[Worker] | None = None,
-) -> dict[str, Values]:
+def run_cells(cells: Mapping[str, Settings], work: Work, folder: Path, **options: Any) -> dict[str, Values]:
     """The values of all cells, computed now where they are not there yet. Options: see `run_inquiries`."""
-    return run_inquiries({"": ask(cells)}, work, folder, jobs=jobs, report=report, stop=stop, idle=idle)[""]
+    return run_inquiries({"": ask(cells)}, work, folder, **options)[""]
 
 
 def ask(cells: Mapping[str, Settings]) -> Inquiry[dict[str, Values]]:
