@@ -207,6 +207,26 @@ def test_two_lists_of_blocks_are_not_guessed_between():
     assert list(attractor.retrofit(model, SMALL, layers="model.layers.*.mlp").apn_layers()) == [0, 1]
 
 
+def test_of_a_model_that_sees_what_reads_is_found():
+    text = COMMON | GATED | {"query_pre_attn_scalar": 8}
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "image_size": 28, "patch_size": 14}  # fmt: skip
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=63,
+        boi_token_index=61, eoi_token_index=62,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    tokens = some_tokens() % 60
+    expected = logits(model, tokens)
+    net = attractor.retrofit(model, SMALL)
+    assert [site.place.name for site in net.sites.values()] == [
+        "model.language_model.layers.0.mlp", "model.language_model.layers.1.mlp"
+    ]  # fmt: skip
+    assert torch.equal(logits(net, tokens), expected)
+    assert not torch.equal(logits(teach(net), tokens), expected)
+    assert torch.equal(logits(net.unload(), tokens), expected)
+
+
 def test_a_place_deep_in_a_block():
     model = tiny("llama")
     for layer in model.model.layers:
