@@ -278,7 +278,7 @@ def test_each_model_is_trained_the_way_that_suits_it(texts, tmp_path, monkeypatc
             own = [float(rung) for rung in row["first_seed"]]  # byte pairs take what is best for bytes
             assert own == ([tried[-1] if high else tried[0]] if "pairs" in dataset else list(tried))
             assert float(row["way"].split()[-1]) == (tried[-1] if high else tried[0]), (dataset, name)
-            assert row["at_edge"]
+            assert row["at_edge"] == (not small)  # of two, one is always at an edge
             assert len(row["val_loss"]) == 3
             kept = row["config"]["train"]
             assert (kept["weight_decay"] if small else kept["learning_rate"]) == float(row["way"].split()[-1])
@@ -297,7 +297,32 @@ def test_a_model_that_diverges_has_lost_and_the_others_go_on(texts, tmp_path, mo
     row = values["datasets"]["mixture, bytes"]["dense"]
     assert row["first_seed"] == {"0.001": row["val_loss"][0], "1e+25": None}
     row["val_loss"].append(None)
-    assert "dense                         diverged" in match.table(values)
+    assert "dense  diverged" in match.table(values)
+
+
+def test_a_model_of_other_settings_is_not_gone_on_with(texts, tmp_path):
+    """The same name with other settings is trained anew, and as in a folder where nothing was."""
+
+    def losses(folder, *steps):
+        for number in steps:
+            bench = Benchmark("smoke", folder, domains=texts)
+            config = bench.plan.config("dense", 0)
+            config = dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=number))
+            (told,) = bench.run(bench.train("one", config, [HOME], "byte", 0)).values()
+        return told["val_loss"], told["best_step"]
+
+    assert losses(tmp_path / "both", 30, 10) == losses(tmp_path / "fresh", 10)
+    assert losses(tmp_path / "both", 20) == losses(tmp_path / "other", 20)
+
+
+def test_a_result_says_where_its_cells_come_from(bench):
+    cells = bench.pretrain("dense", HOME, 0)
+    bench.origins()  # those of other tests
+    for _ in range(2):
+        bench.run(cells)
+        (told,) = bench.origins()
+        assert told["cells"] == 1
+        assert "cpu_threads" not in told["machine"]
 
 
 def test_variants_change_one_thing(bench):

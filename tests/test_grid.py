@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from attractor.experiments.grid import CellsFailed, GridStopped, cell_file, origins, run_cells, run_inquiries
+from attractor.experiments.grid import (
+    CellsFailed,
+    GridStopped,
+    ask,
+    cell_file,
+    origins,
+    run_cells,
+    run_inquiries,
+)
 from attractor.experiments.readings import provenance
 
 both_ways = pytest.mark.parametrize("jobs", [1, 2])
@@ -98,7 +106,6 @@ def test_processes_are_kept_for_whoever_asks_again(tmp_path):
     for numbers in ((1, 2, 3), (4, 5, 6)):
         done = run_cells(cells_of(*numbers), where, tmp_path, jobs=2, idle=idle)
         ran.append({values["pid"] for values in done.values()})
-    assert all(values["threads"] == max(1, torch.get_num_threads() // 2) for values in done.values())
     assert ran[1] <= {worker.process.pid for worker in idle}
     assert ran[1] & ran[0]
     processes = [worker.process for worker in idle]
@@ -107,6 +114,8 @@ def test_processes_are_kept_for_whoever_asks_again(tmp_path):
     processes[-1].join()
     (last,) = run_cells(cells_of(7), where, tmp_path, jobs=2, idle=idle).values()  # by the other one
     assert last["pid"] == processes[0].pid
+    beside = {values["threads"] for values in done.values()}
+    assert beside == {max(1, last["threads"] // 2)}  # now it has all of them
     (elsewhere,) = run_cells(cells_of(7), work, tmp_path / "b", jobs=2, idle=idle).values()
     assert elsewhere == {"square": 49}  # other work, in another folder
     idle.clear()  # nobody has a line to it any more
@@ -144,6 +153,41 @@ def test_a_failed_cell_ends_only_who_asked_for_it(tmp_path, jobs):
     assert marks(tmp_path) == [0, 1, 2, 3]
 
 
+@both_ways
+def test_a_mistake_in_an_inquiry_ends_only_that_one(tmp_path, jobs):
+    def mistaken():
+        yield cells_of(1)
+        raise KeyError("no such thing")
+
+    with pytest.raises(KeyError, match="no such thing"):
+        run_inquiries(
+            {"bad": mistaken(), "good": counted(2, 3)}, work, tmp_path, jobs=jobs, idle=KEPT
+        )  # fmt: skip
+    assert marks(tmp_path) == [1, 2, 3]
+
+
+@both_ways
+def test_out_of_time_before_everything_was_asked_for(tmp_path, jobs):
+    inquiries = {"long": counted(1, 2), "bad": ask(cells_of(0, mistake="raise"))}
+    with pytest.raises(GridStopped, match=r"1 of 3 cells known so far wait.* 1 failed: cell-0"):
+        run_inquiries(
+            inquiries, work, tmp_path, jobs=jobs, idle=KEPT,
+            stop=lambda: (tmp_path / "marks").exists() and len(marks(tmp_path)) == 2,
+        )  # fmt: skip
+    assert marks(tmp_path) == [0, 1]
+
+
+def test_first_asked_first_served(tmp_path):
+    served = []
+
+    def note(settings, folder):
+        served.append(settings["number"])
+        return {"square": 1}
+
+    run_inquiries({"a": counted(1, 5), "b": counted(2, 3), "c": ask(cells_of(4))}, note, tmp_path)
+    assert served == [1, 2, 4, 5, 3]
+
+
 def wait_for_another(settings, folder):
     if settings["number"] == 1:
         _until(lambda: (folder / "came").exists())
@@ -164,11 +208,12 @@ def test_one_name_is_one_cell(tmp_path):
 
     with pytest.raises(ValueError, match="cell-1 is asked for with two settings"):
         run_inquiries({"one": counted(1), "other": other()}, work, tmp_path)
+    assert marks(tmp_path) == [1]
 
 
 @both_ways
 def test_out_of_time(tmp_path, jobs):
-    with pytest.raises(GridStopped, match="cells wait"):
+    with pytest.raises(GridStopped, match="cells known so far wait"):
         run_cells(
             cells_of(1, 2, 3, 4),
             work,

@@ -2,7 +2,9 @@
 
 import copy
 import itertools
+import json
 import math
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -38,8 +40,18 @@ def pretrain(settings: Settings, folder: Path) -> Values:
     texts = [domain(plan, folder, name) for name in settings["members"]]
     dataset = tokens_of(plan, settings["tokenizer"], texts, folder)
     config = RunConfig.from_dict(settings["config"])
-    place = folder / "pretrained" / settings["base"]
+    place = own_folder(folder / "pretrained" / settings["base"], settings)
     return train_and_measure(config, dataset, place, device=settings["device"], report=lambda record: None)
+
+
+def own_folder(place: Path, settings: Settings) -> Path:
+    """With what these settings left there, if anything: a model of others is not one to go on with."""
+    mark, told = place / "settings.json", json.dumps(settings, sort_keys=True)
+    if place.exists() and (not mark.is_file() or mark.read_text() != told):
+        shutil.rmtree(place)
+    place.mkdir(parents=True, exist_ok=True)
+    mark.write_text(told)
+    return place
 
 
 def train(settings: Settings, folder: Path) -> Values:

@@ -119,8 +119,9 @@ class Benchmark:
             )  # fmt: skip
 
     def origins(self) -> list[dict[str, Any]]:
-        """Where the cells come from that were asked for."""
-        return origins(self.folder, self.asked)
+        """Where the cells come from that were asked for since this was asked."""
+        asked, self.asked = self.asked, set()
+        return origins(self.folder, asked)
 
     def members(self, source: str) -> list[str]:
         """The domains that a pretraining text is made of."""

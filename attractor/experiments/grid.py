@@ -73,12 +73,14 @@ def run_inquiries(
     """What each inquiry returns. `report` gets "cell" after each one.
 
     When `stop` says so, no further cell is started, and GridStopped is raised when the others are done. A
-    cell that fails ends those that asked for it; CellsFailed is raised when the others are done.
+    cell that fails ends those that asked for it, a mistake in an inquiry ends that one; CellsFailed or the
+    mistake is raised when the others are done.
     Processes come from `idle` and go back to it: starting one takes seconds, and many when all start at once.
     """
     check_size("jobs", jobs)
     desk = _Desk(inquiries, folder, report)
     try:
+        desk.open()
         if jobs == 1:
             _in_turn(desk, work, stop)
         else:
@@ -99,6 +101,9 @@ class _Desk(Generic[Key, T]):
         self.failed: dict[str, str] = {}
         self.asked: dict[Key, list[str]] = {}  # by those that wait
         self.done: dict[Key, T] = {}
+        self.mistakes: list[Exception] = []
+
+    def open(self) -> None:
         for key in self.inquiries:
             self._go_on(key, None)
 
@@ -115,6 +120,8 @@ class _Desk(Generic[Key, T]):
                 answer = {name: self.values[name] for name in cells}
         except StopIteration as end:
             self.done[key] = end.value
+        except Exception as mistake:  # the others go on
+            self.mistakes.append(mistake)
 
     def _ask(self, name: str, settings: Settings) -> None:
         if name in self.cells:
@@ -146,12 +153,16 @@ class _Desk(Generic[Key, T]):
                 self._go_on(key, {part: self.values[part] for part in names})
 
     def results(self) -> dict[Key, T]:
+        told = "; ".join(f"{name}: {error}" for name, error in sorted(self.failed.items())[:3])
+        if self.mistakes:
+            raise self.mistakes[0]
         if self.waiting:
+            also = f" {len(self.failed)} failed: {told}" if self.failed else ""
             raise GridStopped(
-                f"{len(self.waiting)} of {len(self.cells)} cells wait; the same command goes on with them"
+                f"{len(self.waiting)} of {len(self.cells)} cells known so far wait; the same command goes on "
+                f"with them.{also}"
             )
         if self.failed:
-            told = "; ".join(f"{name}: {error}" for name, error in sorted(self.failed.items())[:3])
             raise CellsFailed(
                 f"{len(self.failed)} of {len(self.cells)} cells failed, the rest is kept. {told}"
             )
@@ -180,7 +191,7 @@ def origins(folder: Path, names: Iterable[str]) -> list[dict[str, Any]]:
     counts: Counter[str] = Counter()
     for name in sorted(names):
         made = json.loads(cell_file(folder, name).read_text())["provenance"]
-        made["machine"].pop("cpu_threads")  # of as many as there were jobs at that moment
+        made["machine"].pop("cpu_threads")  # of the process that wrote it, and not of the one that computed
         counts[json.dumps(made, sort_keys=True)] += 1
     return [{**json.loads(made), "cells": count} for made, count in counts.most_common()]
 
@@ -207,10 +218,11 @@ def _side_by_side(desk: _Desk, work: Work, stop: Callable[[], bool], jobs: int, 
     busy: dict[Connection, tuple[str, Worker]] = {}
 
     def start(name: str) -> None:
+        side_by_side = min(jobs, len(busy) + len(desk.waiting) + 1)
         while True:  # whoever died while idle is passed over
             worker = idle.pop() if idle else _spawn()
             try:
-                worker.line.send((work, desk.cells[name], desk.folder, jobs))
+                worker.line.send((work, desk.cells[name], desk.folder, side_by_side))
             except OSError:
                 continue
             busy[worker.line] = name, worker

@@ -145,7 +145,7 @@ def run(bench: Benchmark, result: Path) -> dict[str, Any]:
         found.setdefault(dataset, {})[name] = {
             "val_loss": [part["val_loss"] for part in parts],
             "way": f"{'weight decay' if data[dataset].is_small else 'rate'} {rung:g}",
-            "at_edge": best[choice]["at_edge"],
+            "at_edge": best[choice]["at_edge"] and len(data[dataset].ladder) > 2,
             "first_seed": {str(other): told["val_loss"] for other, told in sorted(seen.items())},
             "best_step": [part["best_step"] for part in parts],
             "parameters": parts[0]["parameters"],
@@ -166,6 +166,7 @@ def _mean(row: dict[str, Any]) -> float:
 
 def table(values: dict[str, Any]) -> str:
     lines = []
+    width = 2 + max(len(name) for rows in values["datasets"].values() for name in rows)
     for dataset, rows in values["datasets"].items():
         dense = min(_mean(row) for name, row in rows.items() if name.startswith(DENSE))
         lines.append(
@@ -174,12 +175,12 @@ def table(values: dict[str, Any]) -> str:
         for name, row in rows.items():
             loss = _mean(row)
             if not math.isfinite(loss):
-                lines.append(f"  {name:30s}diverged")
+                lines.append(f"  {name:{width}s}diverged")
                 continue
             spread = float(np.std(row["val_loss"]))
             size, work = row["parameters"] / 1e6, row["multiply_adds_per_token"] / 1e6
             lines.append(
-                f"  {name:30s}{loss:8.4f} +-{spread:.4f}{loss - dense:+9.4f}{size:9.2f}M parameters"
+                f"  {name:{width}s}{loss:8.4f} +-{spread:.4f}{loss - dense:+9.4f}{size:9.2f}M parameters"
                 f"{work:9.2f}M multiply-adds"
             )
     return "\n".join(lines)

@@ -25,6 +25,7 @@ from attractor.evaluate import autocast, token_losses
 from attractor.experiments.adapting import blocks
 from attractor.experiments.grid import Inquiry, Report, Settings, Values, origins, run_inquiries
 from attractor.experiments.plan import device_of, tensor_cores
+from attractor.experiments.rates import or_worst
 from attractor.experiments.result import write_result
 from attractor.experiments.statistics import interval
 from attractor.model import GPT
@@ -157,7 +158,7 @@ def run(
         cells = {rate: cell(first, method, rate) for rate in plan["rates"]}
         done = yield {name: settings for part in cells.values() for name, settings in part.items()}
         tried = {rate: done[next(iter(part))] for rate, part in cells.items()}
-        best = min(tried, key=lambda rate: tried[rate]["taught"]["best"])
+        best = min(tried, key=lambda rate: or_worst(tried[rate]["taught"]["best"]))
         cells = {domain: cell(domain, method, best) for domain in domains}
         done = yield {name: settings for part in cells.values() for name, settings in part.items()}
         return tried, best, {domain: done[next(iter(part))] for domain, part in cells.items()}
@@ -184,7 +185,7 @@ def run(
 def weights_hash(model: str) -> str | None:
     """Of the files that a path names; whatever has a name is what it is."""
     place = Path(model)
-    files = [place] if place.is_file() else sorted(place.glob("*.safetensors")) if place.is_dir() else []
+    files = [place] if place.is_file() else sorted(place.glob("*.*")) if place.is_dir() else []
     if not files:
         return None
     found = hashlib.sha256()
