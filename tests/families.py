@@ -57,3 +57,20 @@ def teach(net, seed=2):
     for layer in net.apn_layers().values():
         layer.decoder += 0.5 * torch.randn(layer.decoder.shape, generator=generator).to(layer.decoder)
     return net
+
+
+def snapshot(model):
+    return (
+        {name: id(module) for name, module in model.named_modules()},
+        {name: (id(p), p.requires_grad, p.detach().clone()) for name, p in model.named_parameters()},
+        {name: vars(module).get("forward") for name, module in model.named_modules()},
+    )
+
+
+def assert_same(before, after):
+    assert before[0] == after[0]
+    assert before[2] == after[2]
+    assert before[1].keys() == after[1].keys()
+    for name, (identity, flag, values) in before[1].items():
+        assert (identity, flag) == after[1][name][:2]
+        assert torch.equal(values, after[1][name][2])
