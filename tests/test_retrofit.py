@@ -1,4 +1,4 @@
-"""APN layers in Hugging Face models: where they go, what they change, and that it can be undone."""
+"""APN layers in Hugging Face models: what they change, and that it can be undone."""
 
 import copy
 import pickle
