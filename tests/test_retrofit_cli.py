@@ -259,6 +259,8 @@ def test_the_experiment(folder, text, tmp_path, monkeypatch):
     weights["model.norm.weight"] += 1
     save_file(weights, changed / "model.safetensors", metadata={"format": "pt"})
     assert experiment.weights_hash(str(changed)) != experiment.weights_hash(str(folder))
+    (changed / ".git").mkdir()
+    assert experiment.weights_hash(str(changed)) != experiment.weights_hash(str(folder))
     assert experiment.weights_hash("smollm2-135m") is None
 
 

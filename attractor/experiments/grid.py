@@ -1,7 +1,8 @@
 """Many small computations, each a JSON file: what is done is not done again, and a crash loses one.
 
     cells = {"dense-0": {"kind": "pretrain", ...}, ...}       # name -> settings, anything JSON can hold
-    values = run_cells(cells, work, folder, jobs=4)           # name -> what work(settings, folder) returned
+    found = run_inquiries({"all": ask(cells)}, work, folder, jobs=4)
+    found["all"]["dense-0"]                                   # what work(settings, folder) returned
 
 `work` is a function of a module: with several jobs, cells run side by side in processes of their own. What to
 compute next may depend on what came out: an inquiry is a generator that yields cells, is sent their values,
@@ -50,14 +51,15 @@ class GridStopped(RuntimeError):
     """There was no time for all cells. Run again to go on."""
 
 
-def run_cells(cells: Mapping[str, Settings], work: Work, folder: Path, **options: Any) -> dict[str, Values]:
-    """The values of all cells, computed now where they are not there yet. Options: see `run_inquiries`."""
-    return run_inquiries({"": ask(cells)}, work, folder, **options)[""]
-
-
 def ask(cells: Mapping[str, Settings]) -> Inquiry[dict[str, Values]]:
     """For these cells, and nothing else."""
     return (yield cells)
+
+
+def ask_each(cells: Mapping[Key, Mapping[str, Settings]]) -> Inquiry[dict[Key, Values]]:
+    """One cell for each key: what each came to."""
+    done = yield {name: settings for part in cells.values() for name, settings in part.items()}
+    return {key: done[next(iter(part))] for key, part in cells.items()}
 
 
 def run_inquiries(

@@ -21,6 +21,7 @@ import numpy as np
 from attractor import presets
 from attractor.config import APNConfig, FFNName, FFNStartName, GPTConfig, MoEConfig, RunConfig
 from attractor.experiments.benchmark import Benchmark, Cells, slug
+from attractor.experiments.grid import ask_each
 from attractor.experiments.plan import HOME
 from attractor.experiments.rates import best_rate, climb, or_worst
 from attractor.experiments.result import write_result
@@ -136,11 +137,11 @@ def run(bench: Benchmark, result: Path) -> dict[str, Any]:
         for seed in range(bench.plan.seeds)  # one after the other: whoever stops in between has whole ones
         for key, rung in chosen.items()
     }
-    done = bench.run({name: settings for part in cells.values() for name, settings in part.items()})
+    done = bench.answer({"": ask_each(cells)})[""]
     found: dict[str, dict[str, Any]] = {}
     for key, rung in chosen.items():
         dataset, name = key
-        parts = [done[next(iter(cells[key, seed]))] for seed in range(bench.plan.seeds)]
+        parts = [done[key, seed] for seed in range(bench.plan.seeds)]
         choice, seen = (data[dataset].like or dataset, name), tried.get(key, {rung: parts[0]})
         found.setdefault(dataset, {})[name] = {
             "val_loss": [part["val_loss"] for part in parts],

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from attractor.experiments.benchmark import Cells
-from attractor.experiments.grid import Inquiry, Values
+from attractor.experiments.grid import Inquiry, Values, ask_each
 
 
 def or_worst(loss: float | None) -> float:
@@ -41,9 +41,7 @@ def climb(ladder: Sequence[float], cell: Callable[[float], Cells]) -> Inquiry[di
     middle = len(ladder) // 2
     asked = set(ladder[middle - 1 : middle + 1])
     while asked:
-        cells = {rate: cell(rate) for rate in sorted(asked)}
-        done = yield {name: settings for part in cells.values() for name, settings in part.items()}
-        tried |= {rate: done[next(iter(part))] for rate, part in cells.items()}
+        tried |= yield from ask_each({rate: cell(rate) for rate in sorted(asked)})
         best = ladder.index(min(tried, key=lambda rate: (loss_of(tried[rate]), rate)))
         asked = set(ladder[max(0, best - 1) : best + 2]) - tried.keys()
     return tried

@@ -23,7 +23,7 @@ from attractor.data import read_text
 from attractor.distributed import parse_device
 from attractor.evaluate import autocast, token_losses
 from attractor.experiments.adapting import blocks
-from attractor.experiments.grid import Inquiry, Report, Settings, Values, origins, run_inquiries
+from attractor.experiments.grid import Inquiry, Report, Settings, Values, ask_each, origins, run_inquiries
 from attractor.experiments.plan import device_of, tensor_cores
 from attractor.experiments.rates import or_worst
 from attractor.experiments.result import write_result
@@ -155,13 +155,9 @@ def run(
 
     def learned(method: str) -> Inquiry[tuple[dict[float, Values], float, dict[str, Values]]]:
         """By every rate on the first domain; the best rate; by that on every domain."""
-        cells = {rate: cell(first, method, rate) for rate in plan["rates"]}
-        done = yield {name: settings for part in cells.values() for name, settings in part.items()}
-        tried = {rate: done[next(iter(part))] for rate, part in cells.items()}
+        tried = yield from ask_each({rate: cell(first, method, rate) for rate in plan["rates"]})
         best = min(tried, key=lambda rate: or_worst(tried[rate]["taught"]["best"]))
-        cells = {domain: cell(domain, method, best) for domain in domains}
-        done = yield {name: settings for part in cells.values() for name, settings in part.items()}
-        return tried, best, {domain: done[next(iter(part))] for domain, part in cells.items()}
+        return tried, best, (yield from ask_each({domain: cell(domain, method, best) for domain in domains}))
 
     def told(record: dict[str, Any]) -> None:
         asked.add(record["cell"])
@@ -185,7 +181,7 @@ def run(
 def weights_hash(model: str) -> str | None:
     """Of the files that a path names; whatever has a name is what it is."""
     place = Path(model)
-    files = [place] if place.is_file() else sorted(place.glob("*.*")) if place.is_dir() else []
+    files = [place] if place.is_file() else sorted(path for path in place.glob("*") if path.is_file())
     if not files:
         return None
     found = hashlib.sha256()

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from attractor.experiments.benchmark import Benchmark
-from attractor.experiments.grid import Inquiry, Values, ask
+from attractor.experiments.grid import Inquiry, Values, ask, ask_each
 from attractor.experiments.methods import METHODS
 from attractor.experiments.plan import HOME, KINDS, TUNED_ON
 from attractor.experiments.rates import best_rate, climb
@@ -122,8 +122,7 @@ def adapted(
         (source, shift): bench.adapt(method, source, shift, seed, rate["rate"])
         for source in sources for shift in bench.shifts(source)
     }  # fmt: skip
-    done = yield {name: cell for part in cells.values() for name, cell in part.items()}
-    return rate, {key: done[next(iter(part))] for key, part in cells.items()}
+    return rate, (yield from ask_each(cells))
 
 
 def stream_order(bench: Benchmark) -> list[str]:
