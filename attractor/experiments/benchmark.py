@@ -88,8 +88,7 @@ class Benchmark:
         self.plan: Plan = plan_of(self.size)
         if self.seeds is not None:
             check_size("seeds", self.seeds)
-            most = min(self.plan.mixture_seeds, self.seeds)
-            self.plan = dataclasses.replace(self.plan, seeds=self.seeds, mixture_seeds=most)
+            self.plan = dataclasses.replace(self.plan, seeds=self.seeds)
         self.device = str(parse_device(self.device))
         sources = {name: name for name in (HOME, *TARGETS)} | dict(self.domains)
         self.targets = [name for name in sources if name != HOME]
@@ -134,7 +133,7 @@ class Benchmark:
     def _cell(self, kind: str, texts: Sequence[str], **settings: Any) -> Settings:
         hashes = {name: self.hashes[name] for name in dict.fromkeys(texts)}
         plan = dataclasses.asdict(self.plan)
-        told = ("seeds", "mixture_seeds", "mixture_steps")  # elsewhere, or no cell's business
+        told = ("seeds", "mixture_steps")  # elsewhere, or no cell's business
         recipe = {
             name: value for name, value in plan.items()
             if isinstance(value, int | float | None) and name not in told

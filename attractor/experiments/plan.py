@@ -46,7 +46,6 @@ class Plan:
     train_bytes: int | None
     stream_tokens: int
     seeds: int = 1
-    mixture_seeds: int = 1
     mixture_steps: int = 1750
     """Of a model that is trained to be compared and not to be adapted."""
     evaluations: int = 6

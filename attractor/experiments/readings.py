@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from attractor.experiments.shifts import BEST_FULL, WAYS, summary
+from attractor.experiments.shifts import BEST_FULL, WAYS, seeds_of, summary
 from attractor.experiments.statistics import transfer
 from attractor.experiments.streams import GUARDED
 from attractor.experiments.tables import MISSING, Cell, Column, Table, count, name, number, size
@@ -170,7 +170,8 @@ def overview(source: str, shifts: Mapping[str, Mapping[str, Mapping[str, Any]]])
         for key, form in kinds.values():
             line += [number(_mean_known([row[way][key] for row in rows]), form) for way in WAYS]
         lines.append([*line, size(max(row["bytes"] for row in rows))])
-    return Table(f"Pretrained on {source}: mean over {', '.join(shifts)}", columns, lines)
+    seeds = seeds_of(next(iter(shifts.values())))
+    return Table(f"Pretrained on {source}, {seeds}: mean over {', '.join(shifts)}", columns, lines)
 
 
 def _has_gains(rows: Mapping[str, Mapping[str, Any]]) -> bool:

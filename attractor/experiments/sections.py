@@ -17,6 +17,7 @@ from attractor.experiments.readings import (
     shift_table,
     stream_table,
 )
+from attractor.experiments.shifts import seeds_of
 from attractor.experiments.tables import html
 
 Rows = Mapping[str, Mapping[str, Any]]
@@ -107,9 +108,8 @@ def _dot(way: str) -> str:
 def _shift(source: str, shift: str, rows: Rows, numbers: Mapping[str, int]) -> str:
     title = f"{source} \u2192 {shift}"
     bound = max(row["bound"] for row in rows.values())
-    seeds = len(next(iter(rows.values()))["best_steps"])
     caption = (
-        f"{title}: {seeds} seed{'s' if seeds > 1 else ''}; behind the guard no text can lose more than "
+        f"{title}: {seeds_of(rows)}; behind the guard no text can lose more than "
         f"{bound:.5f} nats per byte over a whole window"
     )
     return f"""<h4>{escape(title)}</h4>

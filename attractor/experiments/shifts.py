@@ -10,7 +10,7 @@ is reported is measured on whole test texts that nothing was chosen by. Each cel
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ def run(bench: Benchmark, result: Path, *, methods: Sequence[str] = tuple(METHOD
     if unknown := set(methods) - set(METHODS):
         raise ValueError(f"unknown methods {sorted(unknown)}; there are: {'; '.join(METHODS)}")
     plan = bench.plan
-    grid = {HOME: range(plan.seeds), "mixture": range(plan.mixture_seeds)}
+    sources = (HOME, "mixture")
     order = stream_order(bench)
     pretrained: dict[str, Values] = {}
     rates: dict[str, Any] = {}
@@ -45,7 +45,6 @@ def run(bench: Benchmark, result: Path, *, methods: Sequence[str] = tuple(METHOD
     found: dict[tuple[str, str, str, int], Values] = {}
     streams: dict[tuple[str, int], Values] = {}
     for seed in range(plan.seeds):  # one after the other: whoever stops in between has whole ones
-        sources = [source for source in grid if seed in grid[source]]
         inquiries: dict[tuple[str, str], Inquiry[Any]] = {}
         for kind in KINDS:
             inquiries["base", kind] = bases(bench, kind, sources, seed)
@@ -65,15 +64,15 @@ def run(bench: Benchmark, result: Path, *, methods: Sequence[str] = tuple(METHOD
         source: {
             shift: {
                 method: summary(
-                    [found[source, shift, method, seed] for seed in grid[source]],
-                    [found[source, shift, BEST_FULL, seed] for seed in grid[source]],
+                    [found[source, shift, method, seed] for seed in range(plan.seeds)],
+                    [found[source, shift, BEST_FULL, seed] for seed in range(plan.seeds)],
                     bench.members(source),
                 )
                 for method in methods
             }
             for shift in bench.shifts(source)
         }
-        for source in grid
+        for source in sources
     }
     values = {
         "experiment": "shifts", "size": bench.size, "seeds": plan.seeds, "device": bench.device,
@@ -212,13 +211,17 @@ def _block_differences(now: dict[str, Any], then: dict[str, Any], names: Sequenc
     return [a - b for after, before in pairs for a, b in zip(after, before, strict=True)]
 
 
+def seeds_of(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """How many runs stand behind the rows of a shift, in words."""
+    seeds = len(next(iter(rows.values()))["best_steps"])
+    return f"{seeds} seed{'s' if seeds > 1 else ''}"
+
+
 def table(values: dict[str, Any]) -> str:
     lines = []
     for source, shifts in values["shifts"].items():
         for shift, rows in shifts.items():
-            lines.append(
-                f"{source} -> {shift}, mean of {values['seeds']} seed(s); guarded figures in brackets"
-            )
+            lines.append(f"{source} -> {shift}, {seeds_of(rows)}; guarded figures in brackets")
             lines.append(f"{'':34s}{'A before':>9s}{'A':>9s}{'':>9s}{'B':>9s}{'':>9s}{'gain':>8s}{'lost':>9s}"
                          f"{'trained':>10s}{'changed':>10s}")  # fmt: skip
             for method, row in rows.items():
