@@ -143,7 +143,7 @@ CHOSEN = ("dense, full", "APN, overlay + all", "MoE, FFN only")
 
 @pytest.mark.slow
 def test_shifts(bench, tmp_path, monkeypatch):
-    few = ("dense, replay 5 % of all so far", streams.GUARDED)
+    few = ("dense, replay 5 % of all so far", "dense LoRA on all, guarded, no labels", streams.GUARDED)
     monkeypatch.setattr(shifts, "LEARNERS", {name: streams.LEARNERS[name] for name in few})
     values = shifts.run(bench, tmp_path / "shifts.json", methods=CHOSEN)
     assert json.loads((tmp_path / "shifts.json").read_text())["shifts"] == values["shifts"]

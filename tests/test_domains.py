@@ -4,14 +4,19 @@ import copy
 import dataclasses
 import itertools
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_learner import TOKENIZER, model_of, stream
 from test_overlay import guarded, same, weights
 
 from attractor.continual.config import GuardConfig, LearnConfig, UpdateConfig
+from attractor.continual.domains import owner
+from attractor.continual.gates import Surprise
 from attractor.continual.guarded import GuardedLearner
 from attractor.data import Batches
 
@@ -41,8 +46,8 @@ def by_itself(model, archive=None, **options):
     learn = LearnConfig(
         budget=64, update=UpdateConfig(train=("decoders", "gates", "encoder"), learning_rate=1e-2)
     )
-    settings = GuardConfig(learn=learn, attention="whole", piece=100, patience=2, tolerance=0.3, **options)
-    learner = GuardedLearner(copy.deepcopy(model), TOKENIZER, settings, archive=archive)
+    config = GuardConfig(learn=learn, attention="whole", piece=100, patience=2, tolerance=0.3, **options)
+    learner = GuardedLearner(copy.deepcopy(model), TOKENIZER, config, archive=archive)
     learner.calibrate(domain(0, 500, seed=9))
     return learner
 
@@ -205,3 +210,48 @@ def test_consolidation_needs_a_plain_scale():
     learner.observe(stream(40), source="web")
     with pytest.raises(ValueError, match="needs scale_factor=1"):
         learner.consolidate("web", {"x": stream(40)})
+
+
+class Known:
+    """A learner whose paths predict every text with the losses they are told to have."""
+
+    def __init__(self, base, usual, paths):
+        self.base, self.usual, self.config = "base", Surprise(usual, usual**2, 1000), GuardConfig()
+        self.sources = {
+            name: SimpleNamespace(model=name, usual=Surprise(used_to, used_to**2, 1000))
+            for name, (used_to, _) in paths.items()
+        }
+        self.now = {"base": base} | {name: loss for name, (_, loss) in paths.items()}
+
+    def losses(self, path, tokens):
+        return torch.full((len(tokens) - 1,), self.now[path], dtype=torch.float64)
+
+
+LOSS = st.floats(0.1, 8.0)
+TEXT = np.zeros(100, dtype=np.int64)
+
+
+@settings(deadline=None)
+@given(LOSS, LOSS, st.dictionaries(st.sampled_from("abc"), st.tuples(LOSS, LOSS)))
+def test_who_owns_a_text(base, usual, paths):
+    """The best of those that explain it; an overlay that does worse than the base never does."""
+    learner = Known(base, usual, paths)
+    found = owner(learner, TEXT)
+    tolerance = learner.config.tolerance
+    explains = {
+        name: loss < base and (loss <= used_to + tolerance or loss <= (used_to + base) / 2)
+        for name, (used_to, loss) in paths.items()
+    } | {"base": base <= usual + tolerance}
+    if found is None:
+        assert not any(explains.values())
+    else:
+        assert explains[found]
+        assert learner.now[found] == min(loss for name, loss in learner.now.items() if explains[name])
+
+
+def test_pieces_of_one_domain_may_differ():
+    """Used to an easy piece, an overlay still knows a harder one of its domain, and a new domain is new."""
+    assert owner(Known(4.6, 1.5, {"python": (1.4, 1.9)}), TEXT) == "python"
+    assert owner(Known(4.0, 1.5, {"python": (1.9, 3.8)}), TEXT) is None
+    assert owner(Known(1.9, 1.0, {"python": (2.4, 2.1)}), TEXT) is None  # easy for it, easier for the base
+    assert owner(Known(1.9, 1.0, {"python": (2.4, 1.8), "bible": (1.1, 1.3)}), TEXT) == "bible"

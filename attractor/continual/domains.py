@@ -1,42 +1,75 @@
 """Texts without labels: which path a text belongs to, and when it is time for a new overlay.
 
 A path explains a text that it predicts no worse than it is used to. What it is used to are its losses, as it
-is now, on the last piece that it learned (the base: on the text of `calibrate`).
+is now, on the last piece that it learned (the base: on the text of `calibrate`). Pieces of one domain differ,
+and an overlay is used to the one it learned last: so it also explains what it predicts nearer to that than to
+what the base makes of it. But where the base does better, an overlay has nothing to say.
 """
 
 import itertools
 import logging
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Protocol
 
 import numpy as np
+from torch import Tensor
 
+from attractor.continual.config import GuardConfig
+from attractor.continual.gates import Surprise
 from attractor.continual.guard import BASE
-from attractor.continual.lesson import Observation
-
-if TYPE_CHECKING:
-    from attractor.continual.guarded import GuardedLearner
+from attractor.continual.lesson import Observation, Totals
+from attractor.model import GPT
 
 log = logging.getLogger("attractor")
 
 
-def owner(learner: "GuardedLearner", tokens: np.ndarray) -> str | None:
-    """The path that predicts the tokens best, of those that explain them.
+class Path(Protocol):
+    """What was learned of one domain."""
 
-    Worse than usual is a mean loss above the usual one by more than the tolerance and three standard errors.
-    """
-    paths = {BASE: (learner.base, learner.usual)}
-    paths |= {name: (held.branch.model, held.usual) for name, held in learner.sources.items()}
-    explaining = {}
-    for name, (path, usual) in paths.items():
-        losses = learner._losses(path, tokens)
-        error = usual.deviation / math.sqrt(len(losses))
-        if usual.tokens and float(losses.mean()) <= usual.mean + learner.config.tolerance + 3 * error:
-            explaining[name] = float(losses.mean())
+    usual: Surprise
+
+    @property
+    def model(self) -> GPT: ...
+
+
+class Paths(Protocol):
+    """What has to be known of a learner."""
+
+    base: GPT
+    usual: Surprise
+    config: GuardConfig
+    totals: Totals
+    unclaimed: list[np.ndarray]
+
+    @property
+    def sources(self) -> Mapping[str, Path]: ...
+    def losses(self, path: GPT, tokens: np.ndarray) -> Tensor: ...
+    def observe(self, text: np.ndarray, source: str) -> Observation: ...
+    def taken(self) -> set[str]:
+        """Names that no new overlay may have."""
+
+
+def owner(learner: Paths, tokens: np.ndarray) -> str | None:
+    """The path that predicts the tokens best, of those that explain them."""
+    base = float(learner.losses(learner.base, tokens).mean())
+    explaining = {BASE: base} if base <= _limit(learner, learner.usual, tokens) else {}
+    for name, path in learner.sources.items():
+        loss, usual = float(learner.losses(path.model, tokens).mean()), path.usual
+        limit = max(_limit(learner, usual, tokens), (usual.mean + base) / 2)
+        if usual.tokens and loss < base and loss <= limit:
+            explaining[name] = loss
     return min(explaining, key=lambda name: explaining[name]) if explaining else None
 
 
-def observe(learner: "GuardedLearner", tokens: np.ndarray) -> Observation:
+def _limit(learner: Paths, usual: Surprise, tokens: np.ndarray) -> float:
+    """Worse than usual is a mean loss above the usual one by the tolerance and three standard errors."""
+    if not usual.tokens:
+        return -math.inf
+    return usual.mean + learner.config.tolerance + 3 * usual.deviation / math.sqrt(len(tokens) - 1)
+
+
+def observe(learner: Paths, tokens: np.ndarray) -> Observation:
     """Piece by piece: the owner learns it, the base learns nothing, and what nobody explains waits.
 
     When `patience` pieces in a row wait, an overlay is opened for them.
@@ -56,7 +89,7 @@ def observe(learner: "GuardedLearner", tokens: np.ndarray) -> Observation:
             log.info("nothing known explains the text: overlay %r is opened for it", name)
             done = done.then(learner.observe(np.concatenate(learner.unclaimed), source=name))
         elif found == BASE:
-            losses = learner._losses(learner.base, piece)
+            losses = learner.losses(learner.base, piece)
             seen = Observation(len(piece), float(losses.double().sum()), len(losses), source=BASE)
             learner.totals = learner.totals.after(seen, learner.totals.surprise)
             done = done.then(seen)
@@ -66,6 +99,6 @@ def observe(learner: "GuardedLearner", tokens: np.ndarray) -> Observation:
     return done
 
 
-def _new_name(learner: "GuardedLearner") -> str:
-    used = {*learner.sources, *learner.consolidated, *(learner.archive.names() if learner.archive else ())}
+def _new_name(learner: Paths) -> str:
+    used = learner.taken()
     return next(name for number in itertools.count(1) if (name := f"domain-{number}") not in used)

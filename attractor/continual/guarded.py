@@ -55,6 +55,10 @@ class Source:
     recent: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     usual: Surprise = dataclasses.field(default_factory=Surprise)  # its losses on `recent`, as it is now
 
+    @property
+    def model(self) -> GPT:
+        return self.branch.model
+
 
 class GuardedLearner:
     def __init__(
@@ -123,7 +127,7 @@ class GuardedLearner:
         held.last_used = self.totals.tokens
         held.recent = np.concatenate([held.recent, tokens[: seen.tokens]])[-self.config.piece :]
         if len(held.recent) > 1:
-            held.usual = Surprise().after(self._losses(held.branch.model, held.recent))
+            held.usual = Surprise().after(self.losses(held.model, held.recent))
         if seen.updates:
             self._keep_version(held, source=source)
 
@@ -137,10 +141,14 @@ class GuardedLearner:
 
     def calibrate(self, text: Text) -> float:
         """What the base is used to: its losses on a text of its own domain. Returns their mean."""
-        self.usual = Surprise().after(self._losses(self.base, self._tokens(text)))
+        self.usual = Surprise().after(self.losses(self.base, self._tokens(text)))
         return self.usual.mean
 
-    def _losses(self, path: GPT, tokens: np.ndarray) -> Tensor:
+    def taken(self) -> set[str]:
+        """Names of overlays: that are here, in the archive, or part of the base."""
+        return {*self.sources, *self.consolidated, *(self.archive.names() if self.archive else ())}
+
+    def losses(self, path: GPT, tokens: np.ndarray) -> Tensor:
         return token_losses(path, tokens, autocast=self._autocast)
 
     def _autocast(self) -> AbstractContextManager:

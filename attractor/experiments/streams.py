@@ -5,19 +5,26 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from attractor.continual import domains
 from attractor.continual.config import GuardConfig, LearnConfig, UpdateConfig
+from attractor.continual.gates import Surprise
+from attractor.continual.guard import BASE, Guard
 from attractor.continual.guarded import GuardedLearner
+from attractor.continual.lesson import Observation, Totals
 from attractor.continual.overlay import fingerprint
 from attractor.continual.update import NotFiniteUpdate
 from attractor.data import windows
-from attractor.evaluate import evaluate
-from attractor.experiments.adapting import Meter, situation
+from attractor.evaluate import evaluate, token_losses
+from attractor.experiments.adapting import Meter, situation, sizes
 from attractor.experiments.grid import Settings, Values
 from attractor.experiments.methods import METHODS, PAPER_ROLES, Adapter, Method, replay
 from attractor.experiments.plan import Plan, Text, device_of, domain, load_base, plan_of
@@ -32,7 +39,12 @@ ONLINE = {
     "dense, replay 25 % of all so far": Method("dense", replay(0.25, remember=True)),
 }
 """Replay begins with a memory of the old text, and EWC with what it says about the weights."""
-LEARNERS = {name: method.model for name, method in ONLINE.items()} | {GUARDED: "apn"}
+COPIES = {
+    "dense, guarded, no labels": METHODS["dense, full"],
+    "dense LoRA on all, guarded, no labels": METHODS["dense, LoRA on all"],
+}
+"""The rules of the guarded learner without its patches: what those are measured by."""
+LEARNERS = {name: method.model for name, method in (ONLINE | COPIES).items()} | {GUARDED: "apn"}
 """Method -> the model it starts from."""
 
 
@@ -80,6 +92,70 @@ class Guarded:
         return {"overlays": {name: {"tokens": o["tokens"], "bytes": o["bytes"]} for name, o in told.items()}}
 
 
+@dataclass
+class Copy:
+    """A model of its own for one domain."""
+
+    online: Online
+    tokens: int = 0
+    usual: Surprise = field(default_factory=Surprise)
+
+    @property
+    def model(self) -> GPT:
+        return self.online.predictor()
+
+
+class GuardedCopies:
+    """What GuardedLearner does without labels, for a method that knows no overlays: a model for each domain.
+
+    None has to make room for another.
+    """
+
+    def __init__(
+        self,
+        base: GPT,
+        plan: Plan,
+        home: np.ndarray,
+        start: Callable[[], Online],
+        autocast: Callable[[], AbstractContextManager],
+    ) -> None:
+        self.base, self.start, self.autocast = base, start, autocast
+        self.config = GuardConfig(piece=plan.batch_size * base.config.context + 1)
+        self.usual = Surprise().after(self.losses(base, home))
+        self.sources: dict[str, Copy] = {}
+        self.totals = Totals()
+        self.unclaimed: list[np.ndarray] = []
+
+    def losses(self, path: GPT, tokens: np.ndarray) -> Tensor:
+        return token_losses(path, tokens, autocast=self.autocast)
+
+    def taken(self) -> set[str]:
+        return set(self.sources)
+
+    def observe(self, text: np.ndarray, source: str) -> Observation:
+        held = self.sources.setdefault(source, Copy(self.start()))
+        held.online.learn(text)
+        held.tokens += len(text)
+        held.usual = Surprise().after(self.losses(held.model, text[-self.config.piece :]))
+        return Observation(len(text), source=source)
+
+    def learn(self, piece: np.ndarray) -> str:
+        return domains.observe(self, piece).source or "nobody yet"
+
+    def predictor(self) -> GPT:
+        paths = {BASE: self.base} | {name: held.model for name, held in self.sources.items()}
+        guard = Guard(paths, prior=self.config.prior, pause=self.config.pause)
+        return cast(GPT, guard.to(self.base.embedding.weight.device).eval())
+
+    def described(self) -> dict[str, Any]:
+        return {
+            "overlays": {
+                name: {"tokens": held.tokens, "bytes": sizes(held.online.adapter, self.base)["bytes"]}
+                for name, held in self.sources.items()
+            }
+        }
+
+
 def visits(plan: Plan, order: list[str], texts: dict[str, Text]) -> Iterator[tuple[str, np.ndarray]]:
     """A domain goes on where it was left; there is enough of each, so that nothing is seen twice."""
     place: Counter[str] = Counter()
@@ -102,17 +178,23 @@ def run(settings: Settings, folder: Path) -> Values:
     texts = {name: domain(plan, folder, name) for name in dict.fromkeys(settings["order"])}
     home = {settings["order"][0]: texts[settings["order"][0]]}
     torch.manual_seed(settings["seed"])
-    learner: Online | Guarded
+    meter = Meter(base, {})
+    known = home[settings["order"][0]].validation  # what the base is used to
+    learner: Online | Guarded | GuardedCopies
     if settings["method"] == GUARDED:
         archive = (
             folder / "archives" / f"{'-'.join(settings['order'])}-{settings['rate']:g}-{settings['seed']}"
         )
         shutil.rmtree(archive, ignore_errors=True)  # of a run that was stopped
-        learner = Guarded(base, plan, settings["rate"], home[settings["order"][0]].validation, archive)
+        learner = Guarded(base, plan, settings["rate"], known, archive)
     else:
-        make: Callable[..., Adapter] = ONLINE[settings["method"]].make
-        learner = Online(make(situation(plan, settings, base, home)), plan, settings["rate"])
-    meter = Meter(base, {})
+        make = (ONLINE | COPIES)[settings["method"]].make
+
+        def begin() -> Online:
+            return Online(make(situation(plan, settings, base, home)), plan, settings["rate"])
+
+        copies = settings["method"] in COPIES
+        learner = GuardedCopies(base, plan, known, begin, meter.cast) if copies else begin()
 
     def matrix_row() -> dict[str, float]:
         model = learner.predictor()

@@ -1,0 +1,66 @@
+"""The controls of streams: copies of a model under the rules of the guarded learner."""
+
+import copy
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+from test_domains import domain
+from torch.nn import functional as F
+
+from attractor.config import GPTConfig
+from attractor.continual.overlay import fingerprint
+from attractor.data import Batches
+from attractor.evaluate import evaluate
+from attractor.experiments.adapting import Meter
+from attractor.experiments.methods import METHODS, Situation
+from attractor.experiments.plan import plan_of
+from attractor.experiments.streams import COPIES, GuardedCopies, Online
+from attractor.model import GPT
+
+PLAN = dataclasses.replace(plan_of("smoke"), batch_size=16)
+
+
+@pytest.fixture(scope="module")
+def home():
+    """A small dense model that has learned domain 0."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(vocab_size=10, context=8, num_layers=2, num_heads=2, dim=16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for inputs, targets in itertools.islice(Batches(domain(0, 4000), 16, 8, 0), 150):
+        optimizer.zero_grad()
+        F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
+        optimizer.step()
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_find_domains_and_cost_no_more_than_the_bound(home, name):
+    base = copy.deepcopy(home)
+    unchanged = fingerprint(base)
+
+    def start():
+        return Online(COPIES[name].make(Situation(base, (), domain(0, 10), 1e-2, 16)), PLAN, 1e-2)
+
+    learner = GuardedCopies(base, PLAN, domain(0, 2000, seed=9), start, Meter(base, {}).cast)
+    texts = {number: domain(number, 60 * 8 + 1, seed=5) for number in (0, 1, 2)}
+    before = {number: evaluate(learner.predictor(), text) for number, text in texts.items()}
+    owners = []
+    for visit, number in enumerate((0, 1, 2, 0, 1)):
+        for part in range(12):
+            found = learner.learn(domain(number, 16 * 8 + 1, seed=20 * visit + part + 30))
+        owners.append(found)
+    assert owners == ["base", "domain-1", "domain-2", "base", "domain-1"]
+    assert learner.described()["overlays"].keys() == {"domain-1", "domain-2"}
+    after = {number: evaluate(learner.predictor(), text) for number, text in texts.items()}
+    assert after[0] <= before[0] + math.log(2) / 8
+    assert after[1] < before[1] - 0.3
+    assert after[2] < before[2] - 0.3
+    assert fingerprint(base) == unchanged
+
+
+def test_copies_keep_what_their_method_changes(home):
+    assert {name: method.model for name, method in COPIES.items()} == dict.fromkeys(COPIES, "dense")
+    assert set(COPIES.values()) <= set(METHODS.values())
