@@ -11,11 +11,13 @@ from test_domains import domain
 from torch.nn import functional as F
 
 from attractor.config import GPTConfig
+from attractor.continual.baselines import FineTune, LoRA
 from attractor.continual.overlay import fingerprint
+from attractor.continual.update import NotFiniteUpdate
 from attractor.data import Batches
 from attractor.evaluate import evaluate
 from attractor.experiments.adapting import Meter
-from attractor.experiments.methods import METHODS, Situation
+from attractor.experiments.methods import Situation
 from attractor.experiments.plan import plan_of
 from attractor.experiments.streams import COPIES, GuardedCopies, Online
 from attractor.model import GPT
@@ -41,7 +43,10 @@ def test_copies_find_domains_and_cost_no_more_than_the_bound(home, name):
     base = copy.deepcopy(home)
     unchanged = fingerprint(base)
 
+    begun = []
+
     def start():
+        begun.append(name)
         return Online(COPIES[name].make(Situation(base, (), domain(0, 10), 1e-2, 16)), PLAN, 1e-2)
 
     learner = GuardedCopies(base, PLAN, domain(0, 2000, seed=9), start, Meter(base, {}).cast)
@@ -53,7 +58,13 @@ def test_copies_find_domains_and_cost_no_more_than_the_bound(home, name):
             found = learner.learn(domain(number, 16 * 8 + 1, seed=20 * visit + part + 30))
         owners.append(found)
     assert owners == ["base", "domain-1", "domain-2", "base", "domain-1"]
-    assert learner.described()["overlays"].keys() == {"domain-1", "domain-2"}
+    assert len(begun) == 2  # and not one for every piece
+    overlays = learner.described()["overlays"]
+    assert overlays.keys() == {"domain-1", "domain-2"}
+    assert overlays["domain-1"]["tokens"] > overlays["domain-2"]["tokens"] > 9 * 128
+    adapter = learner.sources["domain-1"].online.adapter
+    assert overlays["domain-1"]["bytes"] == pytest.approx(4 * adapter.trained, rel=0.05)
+    assert isinstance(adapter.method, LoRA if "LoRA" in name else FineTune)
     after = {number: evaluate(learner.predictor(), text) for number, text in texts.items()}
     assert after[0] <= before[0] + math.log(2) / 8
     assert after[1] < before[1] - 0.3
@@ -61,6 +72,11 @@ def test_copies_find_domains_and_cost_no_more_than_the_bound(home, name):
     assert fingerprint(base) == unchanged
 
 
-def test_copies_keep_what_their_method_changes(home):
-    assert {name: method.model for name, method in COPIES.items()} == dict.fromkeys(COPIES, "dense")
-    assert set(COPIES.values()) <= set(METHODS.values())
+def test_a_copy_that_fails_is_not_kept(home):
+    def start():
+        raise NotFiniteUpdate("no")
+
+    learner = GuardedCopies(home, PLAN, domain(0, 2000, seed=9), start, Meter(home, {}).cast)
+    with pytest.raises(NotFiniteUpdate):
+        learner.observe(domain(1, 129), "domain-1")
+    assert not learner.sources

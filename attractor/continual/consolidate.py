@@ -103,6 +103,8 @@ def consolidate(
     )  # fmt: skip
     learner.base, learner.base_hash, learner.sources = base, base_hash, kept
     learner.consolidation = pending
+    for own in kept.values():
+        learner.measure(own)
     return pending
 
 
@@ -129,6 +131,6 @@ def _moved(learner: "GuardedLearner", base: GPT, base_hash: str, held: "Source")
         if not torch.equal(parameter, theirs[name]):
             parameter.copy_(theirs[name])
     moved = copy.copy(held)
-    moved.branch, moved.versions = branch, {}
+    moved.branch, moved.versions, moved.usual = branch, {}, ()
     moved.learner = learner._teacher(branch)
     return moved

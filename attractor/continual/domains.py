@@ -1,16 +1,16 @@
 """Texts without labels: which path a text belongs to, and when it is time for a new overlay.
 
-A path explains a text that it predicts no worse than it is used to. What it is used to are its losses, as it
-is now, on the last piece that it learned (the base: on the text of `calibrate`). Pieces of one domain differ,
-and an overlay is used to the one it learned last: so it also explains what it predicts nearer to that than to
-what the base makes of it. But where the base does better, an overlay has nothing to say.
+A path explains a text that it predicts no worse than it is used to. An overlay is used to what it made of the
+last pieces that it learned, the hardest of them: pieces of one domain differ, by a lot in some domains and by
+little in others. And it must not be further behind the base than it is used to, which is not at all, once it
+has learned something. What the base is used to are its losses on the text of `calibrate`.
 """
 
 import itertools
 import logging
 import math
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -24,11 +24,31 @@ from attractor.model import GPT
 log = logging.getLogger("attractor")
 
 
+class Usual(NamedTuple):
+    """What a path made of a piece that it had just learned, in nats per token."""
+
+    loss: float
+    deviation: float  # of the losses of its tokens
+    base: float  # what the base makes of it
+
+    @classmethod
+    def from_list(cls, values: list[float]) -> "Usual":
+        """Out of a file; a ValueError or a TypeError if it is not one."""
+        loss, deviation, base = map(float, values)
+        if not all(map(math.isfinite, (loss, deviation, base))):
+            raise ValueError(f"{values} are not a loss, a deviation and the loss of the base")
+        return cls(loss, deviation, base)
+
+
+REMEMBERED = 8
+"""Pieces that tell what an overlay is used to."""
+
+
 class Path(Protocol):
     """What was learned of one domain."""
 
-    usual: Surprise
-
+    @property
+    def usual(self) -> tuple[Usual, ...]: ...
     @property
     def model(self) -> GPT: ...
 
@@ -37,7 +57,7 @@ class Paths(Protocol):
     """What has to be known of a learner."""
 
     base: GPT
-    usual: Surprise
+    usual: Surprise  # of the base
     config: GuardConfig
     totals: Totals
     unclaimed: list[np.ndarray]
@@ -53,20 +73,31 @@ class Paths(Protocol):
 def owner(learner: Paths, tokens: np.ndarray) -> str | None:
     """The path that predicts the tokens best, of those that explain them."""
     base = float(learner.losses(learner.base, tokens).mean())
-    explaining = {BASE: base} if base <= _limit(learner, learner.usual, tokens) else {}
+    own = learner.usual
+    known = [Usual(own.mean, own.deviation, own.mean)] if own.tokens else []
+    explaining = {BASE: base} if _explains(learner, known, base, base, tokens) else {}
     for name, path in learner.sources.items():
-        loss, usual = float(learner.losses(path.model, tokens).mean()), path.usual
-        limit = max(_limit(learner, usual, tokens), (usual.mean + base) / 2)
-        if usual.tokens and loss < base and loss <= limit:
+        loss = float(learner.losses(path.model, tokens).mean())
+        if _explains(learner, path.usual, loss, base, tokens):
             explaining[name] = loss
     return min(explaining, key=lambda name: explaining[name]) if explaining else None
 
 
-def _limit(learner: Paths, usual: Surprise, tokens: np.ndarray) -> float:
-    """Worse than usual is a mean loss above the usual one by the tolerance and three standard errors."""
-    if not usual.tokens:
-        return -math.inf
-    return usual.mean + learner.config.tolerance + 3 * usual.deviation / math.sqrt(len(tokens) - 1)
+def _explains(learner: Paths, usual: Sequence[Usual], loss: float, base: float, tokens: np.ndarray) -> bool:
+    """Worse than usual is a loss above the usual one by more than the tolerance and three standard errors."""
+    if not usual:
+        return False
+    tolerance, count = learner.config.tolerance, math.sqrt(len(tokens) - 1)
+    hardest = max(piece.loss + 3 * piece.deviation / count for piece in usual)
+    behind = max(0.0, *(piece.loss - piece.base for piece in usual))
+    return loss <= hardest + tolerance and loss - base <= behind + tolerance
+
+
+def after_learning(learner: Paths, path: Path, piece: np.ndarray) -> tuple[Usual, ...]:
+    """What a path is used to, now that it has learned this piece."""
+    own, base = (learner.losses(model, piece).double() for model in (path.model, learner.base))
+    now = Usual(float(own.mean()), float(own.std(correction=0)), float(base.mean()))
+    return (*path.usual, now)[-REMEMBERED:]
 
 
 def observe(learner: Paths, tokens: np.ndarray) -> Observation:

@@ -53,7 +53,7 @@ class Source:
     version: int = 0
     versions: dict[int, Overlay] = dataclasses.field(default_factory=dict)
     recent: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    usual: Surprise = dataclasses.field(default_factory=Surprise)  # its losses on `recent`, as it is now
+    usual: tuple[domains.Usual, ...] = ()
 
     @property
     def model(self) -> GPT:
@@ -125,9 +125,11 @@ class GuardedLearner:
         self.totals = self.totals.after(seen, held.learner.totals.surprise)
         held.tokens += seen.tokens
         held.last_used = self.totals.tokens
-        held.recent = np.concatenate([held.recent, tokens[: seen.tokens]])[-self.config.piece :]
-        if len(held.recent) > 1:
-            held.usual = Surprise().after(self.losses(held.model, held.recent))
+        size = self.config.piece
+        learned = tokens[: seen.tokens][-size * domains.REMEMBERED :]
+        for piece in np.array_split(learned, max(1, -(-len(learned) // size))):
+            held.recent = np.concatenate([held.recent, piece])[-size:]
+            self.measure(held)
         if seen.updates:
             self._keep_version(held, source=source)
 
@@ -143,6 +145,11 @@ class GuardedLearner:
         """What the base is used to: its losses on a text of its own domain. Returns their mean."""
         self.usual = Surprise().after(self.losses(self.base, self._tokens(text)))
         return self.usual.mean
+
+    def measure(self, held: Source) -> None:
+        """Get used to the last piece, as everything is now."""
+        if len(held.recent) > 1:
+            held.usual = domains.after_learning(self, held, held.recent)
 
     def taken(self) -> set[str]:
         """Names of overlays: that are here, in the archive, or part of the base."""
@@ -170,7 +177,7 @@ class GuardedLearner:
         overlay = Overlay.load(folder, device=self.device)
         held, notes = self.new_source(overlay), overlay.notes
         held.tokens, held.last_used = whole_number(notes.get("tokens", 0)), self.totals.tokens
-        held.usual = Surprise.from_list(notes.get("usual", [0.0, 0.0, 0]))
+        held.usual = tuple(map(domains.Usual.from_list, notes.get("usual", [])))
         return held
 
     def _check_room(self) -> None:
@@ -307,7 +314,8 @@ class GuardedLearner:
         tokens = whole_number(held.versions[version].notes.get("tokens"))
         held.branch.apply(held.versions[version])
         held.learner = self._teacher(held.branch)
-        held.version, held.tokens = version, tokens
+        held.version, held.tokens, held.usual = version, tokens, ()
+        self.measure(held)
         held.versions = {number: kept for number, kept in held.versions.items() if number <= version}
 
     def consolidate(self, name: str, canaries: Mapping[str, Text], tolerance: float = 0.003) -> Consolidation:
@@ -422,7 +430,7 @@ class GuardedLearner:
                 held = learner.new_source(Overlay.load(place, device=device))
                 held.version, held.tokens = whole_number(kept["version"]), whole_number(kept["tokens"])
                 held.last_used = whole_number(kept["last_used"])
-                held.usual = Surprise.from_list(kept["usual"])
+                held.usual = tuple(map(domains.Usual.from_list, kept["usual"]))
                 held.recent = learner._tokens(kept["recent"]) if kept["recent"] else held.recent
                 held.versions = {
                     version: Overlay.load(place / f"version-{version}")

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from attractor.continual.baselines import AGEM, EWC, GEM, FineTune, LoRA, Replay
-from attractor.continual.config import AlsoName, AttentionName, LearnConfig, UpdateConfig
+from attractor.continual.config import AllocationConfig, AlsoName, AttentionName, LearnConfig, UpdateConfig
 from attractor.continual.learner import OnlineLearner
 from attractor.continual.overlay import Branch
 from attractor.data import Batch
@@ -152,7 +152,9 @@ def _local(share: float | None = None) -> Callable[[Situation], Adapter]:
         if share is not None:
             most = max(1, round(share * min(layer.num_patches for layer in model.apn_layers().values())))
         update = UpdateConfig(learning_rate=s.rate, clip_norm=CLIP)
-        learner = OnlineLearner(model, config=LearnConfig(update=update, max_patches=most))
+        allocation = AllocationConfig(usage_horizon=10**12)  # what A uses stays what it was
+        config = LearnConfig(update=update, max_patches=most, allocation=allocation)
+        learner = OnlineLearner(model, config=config)
         if share is not None:
             learner.set_background(s.background)
         return Adapter(learner, model, sum(p.numel() for _, _, p in learner.update.parameters()))

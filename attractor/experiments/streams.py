@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -98,7 +98,7 @@ class Copy:
 
     online: Online
     tokens: int = 0
-    usual: Surprise = field(default_factory=Surprise)
+    usual: tuple[domains.Usual, ...] = ()
 
     @property
     def model(self) -> GPT:
@@ -133,10 +133,12 @@ class GuardedCopies:
         return set(self.sources)
 
     def observe(self, text: np.ndarray, source: str) -> Observation:
-        held = self.sources.setdefault(source, Copy(self.start()))
+        held = self.sources[source] if source in self.sources else Copy(self.start())
         held.online.learn(text)
         held.tokens += len(text)
-        held.usual = Surprise().after(self.losses(held.model, text[-self.config.piece :]))
+        for piece in np.array_split(text, -(-len(text) // self.config.piece)):
+            held.usual = domains.after_learning(self, held, piece)
+        self.sources[source] = held  # if nothing failed
         return Observation(len(text), source=source)
 
     def learn(self, piece: np.ndarray) -> str:
