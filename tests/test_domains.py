@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import itertools
+import json
 import math
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from test_learner import TOKENIZER, model_of, stream
 from test_overlay import guarded, same, weights
 
 from attractor.continual.config import GuardConfig, LearnConfig, UpdateConfig
-from attractor.continual.domains import Usual, owner
+from attractor.continual.domains import Usual, owner, usual_in
 from attractor.continual.gates import Surprise
 from attractor.continual.guarded import GuardedLearner
 from attractor.data import Batches
@@ -291,3 +292,17 @@ def test_rolling_back_tells_what_it_is_used_to_again(home):
     (now,) = held.usual
     assert now.loss == pytest.approx(float(learner.losses(held.model, held.recent).mean()))
     assert now not in later
+
+
+@pytest.mark.parametrize("wrong", [[1.0, 2.0, 3], [[1.0, 2.0]], [[1.0, 2.0, "x"]], [[1.0, 0.5, math.inf]], 3])
+def test_what_an_overlay_is_used_to_comes_from_a_file(home, tmp_path, wrong):
+    learner = by_itself(home)
+    learner.observe(domain(1, 300), source="d1")
+    learner.export("d1", tmp_path / "d1")
+    told = json.loads((tmp_path / "d1" / "overlay.json").read_text())
+    assert usual_in(told["notes"]["usual"]) == learner.sources["d1"].usual
+    told["notes"]["usual"] = wrong
+    (tmp_path / "d1" / "overlay.json").write_text(json.dumps(told))
+    with pytest.raises(ValueError, match=r"used to|convert"):
+        learner.import_overlay(tmp_path / "d1", "again")
+    assert learner.sources.keys() == {"d1"}

@@ -10,7 +10,7 @@ import itertools
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -31,17 +31,20 @@ class Usual(NamedTuple):
     deviation: float  # of the losses of its tokens
     base: float  # what the base makes of it
 
-    @classmethod
-    def from_list(cls, values: list[float]) -> "Usual":
-        """Out of a file; a ValueError or a TypeError if it is not one."""
-        loss, deviation, base = map(float, values)
-        if not all(map(math.isfinite, (loss, deviation, base))):
-            raise ValueError(f"{values} are not a loss, a deviation and the loss of the base")
-        return cls(loss, deviation, base)
-
 
 REMEMBERED = 8
 """Pieces that tell what an overlay is used to."""
+
+
+def usual_in(values: Any) -> tuple[Usual, ...]:
+    """Out of a file that anybody may have written, or a ValueError."""
+    try:
+        found = tuple(Usual(*map(float, piece)) for piece in values)[-REMEMBERED:]
+    except TypeError as error:
+        raise ValueError(f"{values!r} does not tell what an overlay is used to") from error
+    if not all(math.isfinite(number) for piece in found for number in piece):
+        raise ValueError("what an overlay is used to has numbers that are not finite")
+    return found
 
 
 class Path(Protocol):

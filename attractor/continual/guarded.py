@@ -177,7 +177,7 @@ class GuardedLearner:
         overlay = Overlay.load(folder, device=self.device)
         held, notes = self.new_source(overlay), overlay.notes
         held.tokens, held.last_used = whole_number(notes.get("tokens", 0)), self.totals.tokens
-        held.usual = tuple(map(domains.Usual.from_list, notes.get("usual", [])))
+        held.usual = domains.usual_in(notes.get("usual", []))
         return held
 
     def _check_room(self) -> None:
@@ -430,7 +430,7 @@ class GuardedLearner:
                 held = learner.new_source(Overlay.load(place, device=device))
                 held.version, held.tokens = whole_number(kept["version"]), whole_number(kept["tokens"])
                 held.last_used = whole_number(kept["last_used"])
-                held.usual = tuple(map(domains.Usual.from_list, kept["usual"]))
+                held.usual = domains.usual_in(kept["usual"])
                 held.recent = learner._tokens(kept["recent"]) if kept["recent"] else held.recent
                 held.versions = {
                     version: Overlay.load(place / f"version-{version}")
