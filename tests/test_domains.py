@@ -281,6 +281,17 @@ def test_short_texts_go_on_in_the_overlay_they_opened(home, budget):
     assert learner.totals.updates == 12 * 200 // budget
 
 
+def test_whoever_names_every_source_pays_nothing_for_texts_without_one(home, monkeypatch):
+    learner = GuardedLearner(copy.deepcopy(home), TOKENIZER, by_itself(home).config)
+    with monkeypatch.context() as patched:
+        patched.setattr(GuardedLearner, "losses", lambda *_: pytest.fail("nobody asked"))
+        for part in range(6):
+            learner.observe(domain(1, 250, seed=part + 50), source="d1")
+    learner.calibrate(domain(0, 500, seed=9))  # and now somebody may
+    assert learner.explained_by(domain(1, 100, seed=99)) == "d1"
+    assert learner.explained_by(domain(0, 100, seed=99)) == "base"
+
+
 def test_rolling_back_tells_what_it_is_used_to_again(home):
     learner = by_itself(home)
     for part in range(6):

@@ -144,11 +144,14 @@ class GuardedLearner:
     def calibrate(self, text: Text) -> float:
         """What the base is used to: its losses on a text of its own domain. Returns their mean."""
         self.usual = Surprise().after(self.losses(self.base, self._tokens(text)))
+        for held in self.sources.values():
+            if not held.usual:
+                self.measure(held)
         return self.usual.mean
 
     def measure(self, held: Source) -> None:
-        """Get used to the last piece, as everything is now."""
-        if len(held.recent) > 1:
+        """Get used to the last piece, as everything is now; nobody asks before the base is calibrated."""
+        if self.usual.tokens and len(held.recent) > 1:
             held.usual = domains.after_learning(self, held, held.recent)
 
     def taken(self) -> set[str]:

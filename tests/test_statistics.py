@@ -1,0 +1,63 @@
+"""Intervals, gains, areas and transfer."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attractor.experiments.statistics import gain_fraction, hypervolume, interval, transfer
+
+
+def test_intervals():
+    assert interval([[0.5] * 30]) == (0.5, 0.5)
+    assert interval([[0.5] * 30] * 3) == (0.5, 0.5)
+
+
+@pytest.mark.parametrize("seeds", [2, 3, 5])
+def test_intervals_cover_what_another_text_and_other_seeds_would_give(seeds):
+    """Blocks have something in common over seeds, seeds over blocks, and then there is noise."""
+    chance = np.random.default_rng(0)
+    covered = 0
+    for trial in range(200):
+        table = 1.0 + chance.normal(0, 0.1, (1, 60)) + chance.normal(0, 0.02, (seeds, 1))
+        low, high = interval(table + chance.normal(0, 0.02, (seeds, 60)), samples=200, seed=trial)
+        covered += low <= 1.0 <= high
+    assert covered >= 184  # 92 % of 200
+
+
+def test_gains_and_areas():
+    assert gain_fraction(3.0, 2.0, 2.0) == 1.0  # equal losses are equal gains
+    assert gain_fraction(3.0, 3.0, 2.0) == 0.0
+    assert math.isnan(gain_fraction(3.0, 2.0, 3.0))  # nothing to have a share of
+    assert math.isnan(hypervolume([(math.nan, 0.0), (1.0, 0.0)]))
+    assert hypervolume([(1.0, 0.0)]) == 1.0
+    assert hypervolume([(1.0, 0.5), (0.5, 0.25), (0.25, 0.3)]) == pytest.approx(0.5 + 0.5 * 0.25)
+    assert hypervolume([(1.0, 2.0), (-1.0, 0.0)]) == 0.0
+    assert hypervolume([(1.0, -0.5)]) == 1.0  # getting better at A is no more than not forgetting it
+
+
+@given(st.lists(st.tuples(st.floats(-1, 2), st.floats(-1, 2)), max_size=6))
+def test_the_area_is_what_points_dominate(points):
+    """By counting cells of a fine grid."""
+    gains, lost = (np.linspace(0, top, 201)[:-1] + top / 400 for top in (2, 1))
+    dominated = np.zeros((len(gains), len(lost)), dtype=bool)
+    for gain, loss in points:
+        dominated |= (gains[:, None] <= gain) & (lost[None, :] >= loss)
+    assert hypervolume(points) == pytest.approx(dominated.mean() * 2, abs=0.05)
+
+
+def test_transfer_of_a_stream():
+    matrix = [
+        {"A": 1.0, "B": 3.0, "C": 3.0},
+        {"A": 1.0, "B": 3.0, "C": 3.0},  # after A
+        {"A": 1.5, "B": 2.0, "C": 2.5},  # after B, which also helped C
+        {"A": 1.4, "B": 2.2, "C": 1.0},  # after C
+    ]
+    told = transfer(matrix, ["A", "B", "C"])
+    assert told["BWT"] == pytest.approx((1.0 - 1.4 + 2.0 - 2.2) / 2)
+    assert told["FWT"] == pytest.approx((0.0 + 0.5) / 2)
+    assert told["worst_forgetting"] == pytest.approx(0.4)
+    assert told["final"] == pytest.approx((1.4 + 2.2 + 1.0) / 3)
+    assert told["worst_on_the_way"] == pytest.approx(0.5)
