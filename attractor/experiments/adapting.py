@@ -55,12 +55,17 @@ def own_folder(place: Path, settings: Settings) -> Path:
 
 
 def train(settings: Settings, folder: Path) -> Values:
-    """The same for a model that is only compared: if it diverges it has no loss, and the others go on."""
+    """The same for a model that is only compared: if it diverges it has no loss, and the others go on.
+
+    Nobody needs it afterwards, and there are many.
+    """
     try:
-        return pretrain(settings, folder)
+        values = pretrain(settings, folder)
     except NotFiniteLoss:
         unknown = dict.fromkeys(("val_loss", "best_step", "parameters", "multiply_adds_per_token"))
-        return {**unknown, "training_seconds": None, "config": settings["config"]}
+        values = {**unknown, "training_seconds": None, "config": settings["config"]}
+    shutil.rmtree(folder / "pretrained" / settings["base"])
+    return values
 
 
 def tokens_of(plan: Plan, kind: str, texts: Sequence[Text], folder: Path) -> Dataset:

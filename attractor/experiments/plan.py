@@ -104,7 +104,7 @@ def plan_of(size: Size) -> Plan:
     return Plan(
         model=GPTConfig(vocab_size=256, dropout=0.2, ffn_start="unit"),
         apn=presets.best_apn().model.apn, moe=MoEConfig(),
-        train=TrainConfig(max_steps=2500, patience=3), steps=600, batch_size=32,
+        train=TrainConfig(max_steps=2500, patience=3, checkpoint_interval=2500), steps=600, batch_size=32,
         rates=(1e-4, 3e-4, 1e-3, 3e-3, 1e-2), seeds=3, test_bytes=102_400, val_bytes=51_200,
         train_bytes=None, stream_tokens=393_216,
     )  # fmt: skip
