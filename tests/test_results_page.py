@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from attractor import cli
-from attractor.experiments import forgetting, page, plots, results_doc, shifts
+from attractor.experiments import accounts, forgetting, page, plots, results_doc, shifts
 from attractor.experiments.charts import Box, keep_apart
 from attractor.experiments.readings import Result, read
 from attractor.experiments.statistics import gain_fraction, transfer
@@ -98,17 +98,17 @@ def forgetting_values() -> dict:
         return values | {"shows": forgetting.shows(values)}
 
 
+OPTION = {"val_ppl": 4.5, "val_ppl_seeds": [4.5], "usage_entropy": 2.5, "overlap": 0.25, "forgetting": 0.125,
+          "B": 1.5, "parameters": 1000, "multiply_adds_per_token": 2_000_000}  # fmt: skip
 SENSITIVITY = {
-    "experiment": "sensitivity", "rows": {
-        "as it is": {"changed": "", "val_ppl": 4.5, "parameters": 1000, "overlap": None, "new_number": 0.25},
-        "<top 2>": {"changed": "top_k 4 -> 2", "val_ppl": 4.75, "parameters": 2_000_000, "overlap": 0.125},
-    },
+    "experiment": "sensitivity", "shift": ["old", "new"], "method": "APN, paper rule", "rate": 0.003,
+    "rows": {"as planned": OPTION, "<top_k=2>": OPTION | {"val_ppl_seeds": [4.25, 4.75], "overlap": 0.5}},
 }  # fmt: skip
 MATCH = {
     "experiment": "match", "datasets": {
         "kjv": {"dense": {"val_loss": [1.25, 1.75], "parameters": 10, "multiply_adds_per_token": 20,
                           "way": "rate 0.001"},
-                "<apn>": {"val_loss": [1.5]}},
+                "<apn>": {"val_loss": [1.5], "multiply_adds_per_token": 30}},
     },
 }  # fmt: skip
 
@@ -265,24 +265,27 @@ def test_paper_tables(whole):
         assert rows[method][3] == f"{told['after']['A']:.2f}"
 
 
-def test_sensitivity_and_match_take_what_there_is(whole):
-    found = Page(whole)
-    head, plain, other = ([text for text, _ in row] for row in found.table("One option changed"))
-    assert head == [
-        "layer",
-        "what is changed",
-        "validation perplexity",
-        "overlap",
-        "parameters",
-        "new number",
-    ]
-    assert plain == ["as it is", "nothing", "4.500", "\u2013", "1,000", "0.25"]
-    assert other == ["<top 2>", "top_k 4 -> 2", "4.750", "0.1250", "2.00M", "\u2013"]
-    rows = [
-        [text for text, _ in row] for row in found.table("Mean over seeds, and")[1:] if row[0][0] == "kjv"
-    ]
+def test_sensitivity_says_what_an_option_does(whole):
+    _, plain, other = ([text for text, _ in row] for row in Page(whole).table("One option changed"))
+    assert plain == ["as planned", "4.500", "2.500", "0.250", "0.125", "1.500", "1,000", "2.00M"]
+    assert other[:2] == ["<top_k=2>", "4.500 4.250 to 4.750"]
+    drawn = accounts.sensitivity_plots(Result(Path("s.json"), SENSITIVITY))
+    assert [chart.count("<circle") for chart in drawn.values()] == [2, 2]
+    assert "&lt;top_k=2&gt;: overlap of A" in next(iter(drawn.values()))
+
+
+def test_match_says_how_each_model_did(whole):
+    rows = [[text for text, _ in row] for row in Page(whole).table("Mean over seeds, and")[1:]]
+    rows = [row for row in rows if row[0] == "kjv"]
     assert rows[0][2:] == ["1.5000 1.2500 to 1.7500", f"{math.exp(1.5):.3f}", "2", "10", "20", "rate 0.001"]
     assert rows[1][1] == "<apn>"
+
+
+def test_who_diverged_is_named_and_not_drawn():
+    rows = MATCH["datasets"]["kjv"] | {"<apn>": {"val_loss": [None], "multiply_adds_per_token": None}}
+    (chart,) = accounts.match_plots(Result(Path("m.json"), {"datasets": {"kjv": rows}})).values()
+    assert chart.count("<circle") == 1
+    assert "not drawn, not finite: &lt;apn&gt;" in chart
 
 
 def test_promises_are_judged_only_at_full_size(forgetting_values):
@@ -444,7 +447,7 @@ def test_the_command(tmp_path, monkeypatch, capsys, shifts_values, forgetting_va
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (Path("docs") / target).is_file(), target
     figures = {path: path.read_bytes() for path in Path("docs/figures").iterdir()}
-    assert len(figures) == 6
+    assert len(figures) == 7
     for drawn in figures.values():
         assert ElementTree.fromstring(drawn).tag == "{http://www.w3.org/2000/svg}svg"
         assert len(drawn) < 100_000

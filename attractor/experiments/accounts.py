@@ -1,17 +1,12 @@
 """Tables of single experiments: promises of `forgetting`, the paper's tables, options, matches, retrofits."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from attractor.experiments import plots
 from attractor.experiments.readings import Result
 from attractor.experiments.tables import MISSING, Cell, Column, Table, count, name, number, size
-
-SENSITIVITY = {
-    "val_ppl": ("validation perplexity", ".3f"), "usage_entropy": ("usage entropy", ".3f"),
-    "overlap": ("overlap", ".4f"), "forgetting": ("forgetting, nats", ".4f"),
-    "parameters": ("parameters", ""), "multiply_adds_per_token": ("multiply-adds per token", ""),
-}  # fmt: skip
 
 
 def promises(result: Result) -> Table:
@@ -116,25 +111,35 @@ def table2(result: Result) -> list[Table]:
 
 
 def sensitivity(result: Result) -> Table:
-    """Known columns that some row has, in their order, and then whatever else is a number."""
-    rows: Mapping[str, Mapping[str, Any]] = result.values["rows"]
-    found = list(dict.fromkeys(key for row in rows.values() for key in row if key != "changed"))
-    keys = [key for key in SENSITIVITY if key in found]
-    keys += [key for key in found if key not in keys and all(_is_number(r.get(key)) for r in rows.values())]
-    columns = [Column("layer", words=True), Column("what is changed", words=True)]
-    columns += [Column(SENSITIVITY.get(key, (key.replace("_", " "), ""))[0]) for key in keys]
-    lines = []
-    for title, row in rows.items():
-        line = [name(title), name(str(row.get("changed") or "nothing"))]
-        for key in keys:
-            form = SENSITIVITY[key][1] if key in SENSITIVITY else ".4g"
-            line.append(number(row.get(key), form) if form else count(row.get(key)))
-        lines.append(line)
-    return Table("One option changed at a time", columns, lines)
+    figures = ("validation perplexity", "usage entropy", "overlap of A and B", "forgetting of A, nats",
+               "B afterwards, nats", "parameters", "multiply-adds per token")  # fmt: skip
+    columns = [Column("what is changed", words=True), *map(Column, figures)]
+    lines = [
+        [name(changed), number(row["val_ppl"], ".3f", _spread(row["val_ppl_seeds"])),
+         number(row["usage_entropy"]), number(row["overlap"]), number(row["forgetting"]), number(row["B"]),
+         count(row["parameters"]), count(row["multiply_adds_per_token"])]
+        for changed, row in result.values["rows"].items()
+    ]  # fmt: skip
+    values = result.values
+    way = f"{' to '.join(values['shift'])} by {values['method']} at a rate of {values['rate']:g}"
+    return Table(f"One option changed at a time, then adapted from {way}", columns, lines)
 
 
-def _is_number(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+def _spread(seeds: Sequence[float]) -> tuple[float, float] | None:
+    return (min(seeds), max(seeds)) if len(seeds) > 1 else None
+
+
+def sensitivity_plots(result: Result) -> dict[str, str]:
+    """Does it forget less where domains share fewer patches? Or where it had learned less?"""
+    rows, lost = result.values["rows"], "forgetting of A, nats per byte"
+    against = {"overlap": "overlap of A's and B's patches", "val_ppl": "validation perplexity of A, before"}
+    return {
+        f"Forgetting against {title}": plots.scatter(
+            {changed: (row[key], row["forgetting"]) for changed, row in rows.items()}, title, lost,
+            f"forgetting against {title} for {len(rows)} models",
+        )
+        for key, title in against.items()
+    }  # fmt: skip
 
 
 def match(result: Result) -> Table:
@@ -146,14 +151,31 @@ def match(result: Result) -> Table:
         for model, row in models.items():
             losses = [math.inf if loss is None else loss for loss in row["val_loss"]]
             mean = sum(losses) / len(losses)
-            spread = (min(losses), max(losses)) if len(losses) > 1 else None
             perplexity = math.exp(mean) if mean < 700 else math.inf
             lines.append([
-                name(dataset), name(model), number(mean, ".4f", spread), number(perplexity),
+                name(dataset), name(model), number(mean, ".4f", _spread(losses)), number(perplexity),
                 number(len(losses), "d"), count(row.get("parameters")),
                 count(row.get("multiply_adds_per_token")), name(row.get("way", MISSING)),
             ])  # fmt: skip
     return Table("Mean over seeds, and the smallest and largest", columns, lines)
+
+
+def match_plots(result: Result) -> dict[str, str]:
+    """One for each text. What diverged is not there."""
+    work, loss = "multiply-adds per token, millions", "validation loss, nats per token"
+
+    def point(row: Mapping[str, Any]) -> tuple[float, float]:
+        losses, cost = row["val_loss"], row["multiply_adds_per_token"]
+        known = cost is not None and None not in losses
+        return (cost / 1e6, sum(losses) / len(losses)) if known else (math.inf, math.inf)
+
+    return {
+        dataset: plots.scatter(
+            {model: point(row) for model, row in rows.items()}, work, loss,
+            f"{dataset}: validation loss against multiply-adds for {len(rows)} models",
+        )
+        for dataset, rows in result.values["datasets"].items()
+    }  # fmt: skip
 
 
 def retrofit(result: Result) -> list[Table]:
@@ -184,3 +206,7 @@ def retrofit(result: Result) -> list[Table]:
         )
         tables.append(Table(caption, columns, lines))
     return tables
+
+
+PLOTS = {"sensitivity": sensitivity_plots, "match": match_plots}
+"""Experiment -> the charts that go with its table."""

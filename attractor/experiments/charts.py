@@ -60,6 +60,8 @@ svg.chart { display: block; font-family: system-ui, -apple-system, "Segoe UI", R
 
 WIDTH, HEIGHT = 520, 380
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 14, 46
+MOST_COVERED = 30
+"""Of a label without a free place: of what it covers, and how far off it is, in square pixels."""
 
 
 def ticks(low: float, high: float, most: int, unit: str = "") -> Ticks:
@@ -148,8 +150,13 @@ def sheet(charts: Mapping[str, str], columns: int, width: float = WIDTH, height:
     return svg(across, down, style + paper + placed, "; ".join(charts), ' xmlns="http://www.w3.org/2000/svg"')
 
 
-def keep_apart(wanted: Sequence[tuple[float, float, str]], points: Sequence[Box], frame: Box) -> list[str]:
-    """Labels of points, (x, y, text), as SVG: the first gets the best place, no two on top of each other."""
+def keep_apart(
+    wanted: Sequence[tuple[float, float, str]], points: Sequence[Box], frame: Box, *, all_of_them: bool = True
+) -> list[str]:
+    """Labels of points, (x, y, text), as SVG: the first gets the best place, no two on top of each other.
+
+    Unless all of them are wanted, a label without a free place is empty.
+    """
     taken, drawn = list(points), []
     for x, y, text in wanted:
         width, choices = 6.9 * len(text), []
@@ -163,7 +170,10 @@ def keep_apart(wanted: Sequence[tuple[float, float, str]], points: Sequence[Box]
                 hidden = sum(box.shared(other) for other in taken)
                 outside = width * 13 - box.shared(frame)
                 choices.append((round(hidden + 3 * outside + far + abs(right * down), 3), start, base, box))
-        _, start, base, box = min(choices, key=lambda choice: choice[0])
+        covered, start, base, box = min(choices, key=lambda choice: choice[0])
+        if covered > MOST_COVERED and not all_of_them:
+            drawn.append("")
+            continue
         taken.append(box)
         near = min(max(x, box.left), box.right), min(max(y, box.top), box.bottom)
         leader = ""

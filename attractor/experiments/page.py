@@ -105,8 +105,8 @@ SECTIONS: dict[str, Callable[[Result, str], str]] = {
     "forgetting": sections.forgetting,
     "table1": lambda result, place: html(accounts.table1(result)),
     "table2": lambda result, place: "".join(html(table) for table in accounts.table2(result)),
-    "sensitivity": lambda result, place: html(accounts.sensitivity(result)),
-    "match": lambda result, place: html(accounts.match(result)),
+    "sensitivity": lambda result, place: _charts(result) + html(accounts.sensitivity(result)),
+    "match": lambda result, place: _charts(result) + html(accounts.match(result)),
     "retrofit": lambda result, place: "".join(html(table) for table in accounts.retrofit(result)),
 }
 
@@ -168,6 +168,14 @@ def _facts(result: Result) -> str:
     facts = {"File": result.path.name} | provenance(result.values)
     listed = "".join(f"<dt>{name}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
     return f'<dl class="facts">{listed}</dl>'
+
+
+def _charts(result: Result) -> str:
+    drawn = "".join(
+        f'<figure class="scroll" tabindex="0"><figcaption>{escape(title)}</figcaption>{chart}</figure>'
+        for title, chart in accounts.PLOTS[result.experiment](result).items()
+    )
+    return f'<div class="columns">{drawn}</div>'
 
 
 def _config(config: Any) -> str:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from itertools import pairwise
+from statistics import median
 from typing import Any, NamedTuple
 
 from attractor.experiments.charts import RIGHT, TOP, WIDTH, Box, Frame, keep_apart, svg
@@ -144,7 +145,7 @@ def _hint_box(frame: Frame, y: float) -> Box:
     return Box(frame.box.left, y - 12, frame.box.left + 56, y + 4)
 
 
-def _left_out(rows: Rows, found: Mapping[str, Any]) -> str:
+def _left_out(rows: Iterable[str], found: Mapping[str, Any]) -> str:
     missing = [method for method in rows if method not in found]
     if not missing:
         return ""
@@ -203,6 +204,26 @@ def trajectories(rows: Rows, numbers: Mapping[str, int], name: str, *, faint: bo
     note = f'<text x="{left + 6}" y="{bottom - 8}">\u2199 better</text>'
     description = f"{name}: loss of A against loss of B along the steps, for {len(found)} methods"
     return frame.draw(clipped, description, note + left_out)
+
+
+def scatter(points: Mapping[str, tuple[float, float]], x_title: str, y_title: str, description: str) -> str:
+    """Named points, one for each model. In a crowd those that stand out are labelled."""
+    found = {name: point for name, point in points.items() if all(map(math.isfinite, point))}
+    xs, ys = ([point[axis] for point in found.values()] or [0.0] for axis in (0, 1))
+    frame = Frame(xs, ys, x_title, y_title)
+    middle = frame.x(median(xs)), frame.y(median(ys))
+    at = {name: (frame.x(x), frame.y(y)) for name, (x, y) in found.items()}
+    order = sorted(at, key=lambda name: -math.dist(at[name], middle))
+    boxes = [Box(x - 5, y - 5, x + 5, y + 5) for x, y in at.values()]
+    labels = keep_apart([(*at[name], name) for name in order], boxes, frame.box, all_of_them=False)
+    marks = ""
+    for name, label in zip(order, labels, strict=True):
+        x, y = found[name]
+        text = escape(f"{name}: {x_title} {x:.4g}, {y_title} {y:.4g}")
+        spot = f'cx="{at[name][0]:.1f}" cy="{at[name][1]:.1f}" r="4.5"'
+        circle = f'<circle class="stop" {spot}><title>{text}</title></circle>'
+        marks += f'<g class="{family(name)}">{circle}{label}</g>'
+    return frame.draw(marks, description, _left_out(points, found))
 
 
 def _between(first: float, last: float, share: float) -> float:

@@ -116,6 +116,9 @@ def _section(result: Result, docs: Path, stem: str) -> tuple[str, dict[str, str]
     else:
         told = getattr(accounts, result.experiment)(result)
         parts += _tables([told] if isinstance(told, Table) else told)
+        if result.experiment in accounts.PLOTS:
+            figures[f"{stem}.svg"] = sheet(accounts.PLOTS[result.experiment](result), 2)
+            parts.append(f"![{plain(EXPERIMENTS[result.experiment])}](figures/{stem}.svg)")
     return "\n\n".join(parts), figures
 
 

@@ -64,7 +64,7 @@ def run(bench: Benchmark, result: Path) -> dict[str, Any]:
         layers = [layer for cell in learned for layer in cell["routing"]["before"].values()]
         lost = [c["best"]["alone"][HOME]["loss"] - c["before"][HOME]["loss"] for c in learned]
         rows[variant.name] = {
-            "changed": variant.name, "val_ppl": _mean([part["val_ppl"] for part in trained]),
+            "val_ppl": _mean([part["val_ppl"] for part in trained]),
             "val_ppl_seeds": [part["val_ppl"] for part in trained],
             "parameters": trained[0]["parameters"],
             "multiply_adds_per_token": trained[0]["multiply_adds_per_token"],
