@@ -1,0 +1,167 @@
+"""Results that nobody measured, for the pages that show them; and a page, read."""
+
+import json
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from attractor.experiments import forgetting, page, shifts
+from attractor.experiments.readings import Result
+from attractor.experiments.statistics import transfer
+
+ROOT = Path(__file__).parent.parent
+EVIL = 'dense, <script>alert(1)</script> & "more" | `code`'
+ORDER = ["old", "new", "old"]
+GUARDED = "APN, guarded, no labels"
+PROVENANCE = {
+    "commit": "0123456789abcdef", "uncommitted_changes": True, "versions": {"torch": "2.13.0<b>"},
+    "machine": {"gpu": "NVIDIA H200", "cpu_threads": 2},
+}  # fmt: skip
+
+
+def cell(before: float, gained: float, lost: float, *, routed: bool = False) -> dict:
+    """What one method did on one shift, in the words of the benchmark."""
+
+    def text(loss: float) -> dict:
+        return {"loss": loss, "blocks": [round(loss + wave, 5) for wave in (-0.02, 0.01, 0.0, 0.01)]}
+
+    layer = {"entropy": [1.0, 1.1], "overlap": 0.25, "usage": [[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]]}
+    routing = {when: {"0": layer, "1": layer} for when in ("before", "after")}
+    guarded = {"old": text(1.5 + 0.01 * lost), "B": text(before - 0.98 * gained)}
+    return {
+        "before": {"old": text(1.5), "B": text(before)},
+        "best": {"step": 20, "validation": 2.0, "guarded": guarded,
+                 "alone": {"old": text(1.5 + lost), "B": text(before - gained)},
+                 "changed": 123_456, "bytes": 493_824},
+        "trajectory": [{"step": step, "validation": 2.0, "losses": {
+            "old": 1.5 + lost * step / 20, "B": before - gained * step / 20}} for step in (0, 10, 20)],
+        "trained": 234_567, "extra_bytes": 16, "seconds": 12.34, "tokens": 1000, "base_unchanged": True,
+        "bound": 0.0027, "routing": routing if routed else None, "rate": 0.003,
+    }  # fmt: skip
+
+
+CELLS = {
+    "dense, full": cell(3.0, 1.0, 0.8), "dense, FFN only": cell(3.0, 0.9, 0.6), EVIL: cell(3.0, 0.5, -0.1),
+    "APN, overlay": cell(3.1, 0.8, 0.4, routed=True),
+    "APN, overlay + attention": cell(3.1, 0.9, 0.5, routed=True),
+    "APN, overlay + all": cell(3.1, 1.0, 0.7, routed=True),
+    "dense, FFN + attention": cell(3.0, 0.95, 0.7),
+}  # fmt: skip
+
+
+def stream(rise: float, claimed: bool) -> dict:
+    matrix = [{"old": 1.5, "new": 3.0}]
+    for visit in range(3):
+        matrix.append({"old": 1.5 + rise * visit, "new": 3.0 - 0.3 * visit})
+    claims = [{"base": 900, "nobody yet": 100}, {"domain <1>": 1000}, {"base": 1000}]
+    told = {"order": ORDER, "matrix": matrix, "progressive": [1.4375, 2.8125, 1.5625], "seconds": 3.0,
+            "claimed": claims if claimed else [{}] * 3, "base_unchanged": True}  # fmt: skip
+    overlays = {"overlays": {"domain <1>": {"tokens": 1000, "bytes": 4096}}} if claimed else {}
+    return told | overlays | transfer(matrix, ORDER)
+
+
+def _shifts() -> dict:
+    full = [CELLS["dense, full"]]
+    rows = {method: shifts.summary([found], full, ["old"]) for method, found in CELLS.items()}
+    streams = {"dense, full": stream(0.375, False), GUARDED: stream(0.001, True)}
+    return {
+        "experiment": "shifts", "size": "full", "seeds": 1, "provenance": PROVENANCE,
+        "recipe": {"steps": 20, "batch_size": 4, "rates": [0.001, 0.003], "tuned_on": "new"},
+        "rates": {method: {"rate": 0.003, "validation": {}} for method in CELLS},
+        "shifts": {"old": {"new": rows, "<i>other</i>": rows}},
+        "streams": {"order": ORDER, "methods": {
+            method: {"rate": 0.01, "seeds": [found, found]} for method, found in streams.items()}},
+    }  # fmt: skip
+
+
+def _forgetting() -> dict:
+    overlays = {"random": {"alone": 9.0, "guarded": 1.502, "rise": 0.0020020}}
+    values = {
+        "experiment": "forgetting", "size": "full", "seed": 7, "provenance": PROVENANCE,
+        "shifts": {"new": CELLS},
+        "harm": {"before": 1.5, "overlays": overlays, "bound": 0.0027, "window": 256, "base_unchanged": True},
+        "stream": stream(0.001, True) | {"rate": 0.01},
+        "speed": {"ratio": 0.5, "all_paths_ratio": 0.25},
+    }  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forgetting, "HOME", "old")
+        return values | {"shows": forgetting.shows(values)}
+
+
+SHIFTS, FORGETTING = _shifts(), _forgetting()
+OPTION = {"val_ppl": 4.5, "val_ppl_seeds": [4.5], "usage_entropy": 2.5, "overlap": 0.25, "forgetting": 0.125,
+          "B": 1.5, "parameters": 1000, "multiply_adds_per_token": 2_000_000}  # fmt: skip
+SENSITIVITY = {
+    "experiment": "sensitivity", "shift": ["old", "new"], "method": "APN, paper rule", "rate": 0.003,
+    "rows": {"as planned": OPTION, "<top_k=2>": OPTION | {"val_ppl_seeds": [4.25, 4.75], "overlap": 0.5}},
+}  # fmt: skip
+MATCH = {
+    "experiment": "match", "datasets": {
+        "kjv": {"dense": {"val_loss": [1.25, 1.75], "parameters": 10, "multiply_adds_per_token": 20,
+                          "way": "rate 0.001"},
+                "<apn>": {"val_loss": [1.5], "multiply_adds_per_token": 30}},
+    },
+}  # fmt: skip
+
+
+RETROFIT_WAY = {"B": 12.345, "rises": {"news": 0.0125}, "worst_rise": 0.0125, "B_over_lora": 1.0375,
+                "B_over_lora_interval": [1.03125, 1.0625]}  # fmt: skip
+RETROFIT = {
+    "experiment": "retrofit", "size": "full", "model": "smollm2-135m", "rates": {"APN <beside>": 0.003},
+    "domains": {"law": {"APN <beside>": {
+        "trained": 5_000_000, "parameters": 135_000_000, "seconds": 61.5, "tokens": 1000, "best_step": 225,
+        "before": {"B": 45.678, "news": 21.5}, "alone": RETROFIT_WAY,
+        "guarded": RETROFIT_WAY | {"worst_rise": -0.0025}}}},
+}  # fmt: skip
+
+
+class Page(HTMLParser):
+    """Tables as rows of (text, attributes), and what else is to be looked at."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tables, self.tags, self.ids, self.open = [], [], [], []
+        self.feed(text)
+        self.close()
+        assert not self.open, f"never closed: {self.open}"
+
+    def handle_starttag(self, tag, attributes):
+        own = dict(attributes)
+        self.tags.append((tag, own))
+        self.ids += [own["id"]] if "id" in own else []
+        if tag == "table":
+            self.tables.append({"class": own.get("class"), "caption": "", "rows": []})
+        elif tag == "tr":
+            self.tables[-1]["rows"].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1]["rows"][-1].append(["", own])
+        if tag not in ("meta", "input"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "caption" in self.open:
+            self.tables[-1]["caption"] += data
+        elif {"td", "th"} & set(self.open):
+            self.tables[-1]["rows"][-1][-1][0] += data
+
+    def table(self, caption: str) -> list:
+        return next(table["rows"] for table in self.tables if caption in table["caption"])
+
+
+def put(folder: Path, **results: dict) -> list[Path]:
+    for name, values in results.items():
+        (folder / f"{name}.json").write_text(json.dumps(values))
+    return [folder / f"{name}.json" for name in results]
+
+
+def rendered(*values: dict) -> str:
+    return page.render(
+        [Result(Path(f"{number}.json"), json.loads(json.dumps(v))) for number, v in enumerate(values)]
+    )

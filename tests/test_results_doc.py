@@ -1,0 +1,121 @@
+"""Results become Markdown and figures by one command; damaged ones are refused."""
+
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from made_up_results import FORGETTING, MATCH, RETROFIT, SHIFTS, Page, put
+
+from attractor import cli
+from attractor.experiments import page, results_doc
+from attractor.experiments.readings import Result, read
+from attractor.experiments.tables import Cell, Column, Table, markdown, number
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("{", "is not JSON"),
+        ("[1]", "not a result that a report can show"),
+        ('{"experiment": "demo"}', "'demo'"),
+        ('{"experiment": ["shifts"]}', "not a result"),
+        ('{"experiment": "shifts"}', "no whole result of 'shifts'"),
+        (
+            '{"experiment": "match", "datasets": {"a": {"b": {"val_loss": "<b>"}}}}',
+            "no whole result of 'match'",
+        ),
+        ('{"experiment": "table1", "rows": 3}', "no whole result of 'table1'"),
+    ],
+)
+def test_damaged_results_are_named(tmp_path, monkeypatch, capsys, damage, said):
+    monkeypatch.chdir(tmp_path)
+    Path("good.json").write_text(json.dumps(MATCH))
+    Path("bad.json").write_text(damage)
+    Path("report.html").write_text("yesterday's")
+    assert cli.main(["report", "good.json", "bad.json"]) == 1
+    error = capsys.readouterr().err
+    assert "bad.json" in error
+    assert said in error
+    assert Path("report.html").read_text() == "yesterday's"
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("results").mkdir()
+    put(Path("results"), shifts=SHIFTS, forgetting=FORGETTING, match=MATCH)
+    command = ["report", "results/shifts.json", "results/forgetting.json", "results/match.json",
+               "--out", "out/report.html", "--docs", "docs/results.md"]  # fmt: skip
+    assert cli.main(command) == 0
+    assert "docs/results.md" in capsys.readouterr().out
+    text = Path("docs/results.md").read_text()
+    assert text.split("\n\n")[1].startswith(
+        "This page is generated from the JSON of results by `attractor report "
+    )
+    assert " ".join(command) in text
+    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+        assert (Path("docs") / target).is_file(), target
+    figures = {path: path.read_bytes() for path in Path("docs/figures").iterdir()}
+    assert len(figures) == 7
+    for drawn in figures.values():
+        assert ElementTree.fromstring(drawn).tag == "{http://www.w3.org/2000/svg}svg"
+        assert len(drawn) < 100_000
+    assert cli.main(["report"]) != 0
+
+    said = "APN forgets less.\n\n- And that is *all*: `<b>`."
+    by_hand = text.replace(results_doc.NOTHING_YET, said)
+    Path("docs/results.md").write_text(by_hand)
+    assert cli.main(command) == 0
+    assert Path("docs/results.md").read_text() == by_hand  # what was said stays, the rest is the same again
+    assert {path: path.read_bytes() for path in Path("docs/figures").iterdir()} == figures
+
+    Path("docs/results.md").write_text(by_hand.replace(results_doc.END, ""))
+    assert cli.main(command) == 1
+    assert said in Path("docs/results.md").read_text()
+
+
+def test_figures_of_two_results_do_not_collide(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        put(tmp_path / folder, match=MATCH)
+    results = [read(tmp_path / folder / "match.json") for folder in ("a", "b")]
+    with pytest.raises(ValueError, match="several are called"):
+        results_doc.render(results, tmp_path / "results.md", tmp_path / "report.html")
+
+
+def test_no_machine_paths(tmp_path):
+    (path,) = put(tmp_path, shifts=SHIFTS)
+    result = read(path)
+    files = results_doc.render([result], tmp_path / "docs" / "results.md", tmp_path / "report.html")
+    for text in (page.render([result]), *files.values()):
+        assert str(tmp_path) not in text
+
+
+def test_markdown_has_the_numbers_and_no_html(tmp_path):
+    (path,) = put(tmp_path, shifts=SHIFTS)
+    files = results_doc.render([read(path)], tmp_path / "results.md", tmp_path / "report.html")
+    text = files[tmp_path / "results.md"]
+    assert not re.search(r"(?<!\\)<(?!!--)", text)
+    rows = [line for line in text.splitlines() if line.startswith("| APN, overlay + all |")]
+    told = SHIFTS["shifts"]["old"]["new"]["APN, overlay + all"]
+    assert any(f"| {told['alone']['B']:.3f} | {told['guarded']['B']:.3f} |" in row for row in rows)
+    assert sum(line.startswith("| dense, \\<script>alert(1)\\</script>") for line in text.splitlines()) == 3
+
+
+def test_a_cell_cannot_break_its_table():
+    table = Table("", [Column("a", "group"), Column("b", main=False), Column("c")],
+                  [[Cell("x | y\nz"), Cell("unseen"), number(-0.0001, ".2f", (-1.0, 1.0))]])  # fmt: skip
+    assert markdown(table) == "| group, a | c |\n| ---: | ---: |\n| x \\| y z | 0.00 (-1.00 to 1.00) |"
+
+
+def test_retrofits(tmp_path):
+    text = page.render([Result(tmp_path / "retrofit.json", RETROFIT)])
+    (found,) = Page(text).tables
+    shown = [cell for cell, _ in found["rows"][-1]]
+    assert shown[0] == "APN <beside>"
+    assert {"12.345", "+1.25%", "-0.25%", "0.003"} <= set(shown)
+    assert "smollm2-135m learns law: perplexity before 45.678; retained news 21.500" in text
+    (tmp_path / "retrofit.json").write_text(json.dumps(RETROFIT))
+    files = results_doc.render([read(tmp_path / "retrofit.json")], tmp_path / "r.md", tmp_path / "r.html")
+    assert "1.0375" in files[tmp_path / "r.md"]
