@@ -98,6 +98,26 @@ def test_overlays_that_make_room_are_archived(home, tmp_path):
     assert closed.sources.keys() == {"d1"}
 
 
+def test_an_overlay_comes_back_from_the_archive_without_labels(home, tmp_path, caplog):
+    """There is room for one overlay, and two domains take turns: each finds its own again."""
+    learner = by_itself(home, archive=tmp_path / "archive", max_overlays=1)
+    for number, name in ((1, "domain-1"), (2, "domain-2"), (1, "domain-1"), (2, "domain-2")):
+        for part in range(4):
+            seen = learner.observe(domain(number, 500, seed=part + 20), source=None)
+        assert seen.source == name
+        assert learner.sources.keys() == {name}
+    assert learner.overlays()["domain-2"]["tokens"] > 2000  # of both visits
+    (tmp_path / "archive" / "domain-1" / "overlay.safetensors").write_bytes(b"damaged")
+    (tmp_path / "archive" / "not a name").mkdir()
+    (tmp_path / "archive" / "not a name" / "overlay.json").write_text("{}")
+    for part in range(4):
+        seen = learner.observe(domain(1, 500, seed=part + 40), source=None)
+    assert seen.source == "domain-3"  # nothing is lost: what could not be read is still there
+    assert "'domain-1' stays in the archive" in caplog.text
+    assert "'not a name' stays in the archive" in caplog.text
+    assert (tmp_path / "archive" / "domain-1").is_dir()
+
+
 def test_unlabelled_texts_need_a_calibrated_base():
     learner = guarded()
     with pytest.raises(ValueError, match="call calibrate"):

@@ -9,7 +9,7 @@ has learned something. What the base is used to are its losses on the text of `c
 import itertools
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -69,6 +69,9 @@ class Paths(Protocol):
     def sources(self) -> Mapping[str, Path]: ...
     def losses(self, path: GPT, tokens: np.ndarray) -> Tensor: ...
     def observe(self, text: np.ndarray, source: str) -> Observation: ...
+    def archived(self) -> Iterator[tuple[str, Path]]:
+        """Overlays that had to make room, one after the other."""
+
     def taken(self) -> set[str]:
         """Names that no new overlay may have."""
 
@@ -79,11 +82,29 @@ def owner(learner: Paths, tokens: np.ndarray) -> str | None:
     own = learner.usual
     known = [Usual(own.mean, own.deviation, own.mean)] if own.tokens else []
     explaining = {BASE: base} if _explains(learner, known, base, base, tokens) else {}
-    for name, path in learner.sources.items():
+    return _best(explaining | _explaining(learner, learner.sources.items(), base, tokens))
+
+
+def who_returns(learner: Paths, tokens: np.ndarray) -> str | None:
+    """The same among the overlays that had to make room, which takes reading them."""
+    base = float(learner.losses(learner.base, tokens).mean())
+    return _best(_explaining(learner, learner.archived(), base, tokens))
+
+
+def _explaining(
+    learner: Paths, paths: Iterable[tuple[str, Path]], base: float, tokens: np.ndarray
+) -> dict[str, float]:
+    """The losses of those that explain the tokens."""
+    found = {}
+    for name, path in paths:
         loss = float(learner.losses(path.model, tokens).mean())
         if _explains(learner, path.usual, loss, base, tokens):
-            explaining[name] = loss
-    return min(explaining, key=lambda name: explaining[name]) if explaining else None
+            found[name] = loss
+    return found
+
+
+def _best(losses: Mapping[str, float]) -> str | None:
+    return min(losses, key=lambda name: losses[name]) if losses else None
 
 
 def _explains(learner: Paths, usual: Sequence[Usual], loss: float, base: float, tokens: np.ndarray) -> bool:
@@ -106,7 +127,7 @@ def after_learning(learner: Paths, path: Path, piece: np.ndarray) -> tuple[Usual
 def observe(learner: Paths, tokens: np.ndarray) -> Observation:
     """Piece by piece: the owner learns it, the base learns nothing, and what nobody explains waits.
 
-    When `patience` pieces in a row wait, an overlay is opened for them.
+    When `patience` pieces in a row wait, an overlay comes back from the archive or is opened for them.
     """
     if not learner.usual.tokens:
         raise ValueError("without a source the base must know its own domain: call calibrate(text) first")
@@ -119,9 +140,11 @@ def observe(learner: Paths, tokens: np.ndarray) -> Observation:
             learner.unclaimed.append(piece)
             if len(learner.unclaimed) < learner.config.patience:
                 continue
-            name = _new_name(learner)
-            log.info("nothing known explains the text: overlay %r is opened for it", name)
-            done = done.then(learner.observe(np.concatenate(learner.unclaimed), source=name))
+            waiting = np.concatenate(learner.unclaimed)
+            if (name := who_returns(learner, waiting)) is None:
+                name = _new_name(learner)
+                log.info("nothing known explains the text: overlay %r is opened for it", name)
+            done = done.then(learner.observe(waiting, source=name))
         elif found == BASE:
             losses = learner.losses(learner.base, piece)
             seen = Observation(len(piece), float(losses.double().sum()), len(losses), source=BASE)

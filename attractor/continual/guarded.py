@@ -14,7 +14,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self, cast
@@ -157,6 +157,19 @@ class GuardedLearner:
     def taken(self) -> set[str]:
         """Names of overlays: that are here, in the archive, or part of the base."""
         return {*self.sources, *self.consolidated, *(self.archive.names() if self.archive else ())}
+
+    def archived(self) -> Iterator[tuple[str, Source]]:
+        """What is in the archive alone, and can be read."""
+        if self.archive is None:
+            return
+        for name in (name for name in self.archive.names() if name not in self.sources):
+            try:
+                self.check_name(name)
+                held = self._from_folder(self.archive.folder / name)
+            except ValueError as error:
+                log.warning("overlay %r stays in the archive: %s", name, error)
+            else:
+                yield name, held
 
     def losses(self, path: GPT, tokens: np.ndarray) -> Tensor:
         return token_losses(path, tokens, autocast=self._autocast)

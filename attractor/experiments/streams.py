@@ -132,6 +132,9 @@ class GuardedCopies:
     def taken(self) -> set[str]:
         return set(self.sources)
 
+    def archived(self) -> Iterator[tuple[str, Copy]]:
+        return iter(())
+
     def observe(self, text: np.ndarray, source: str) -> Observation:
         held = self.sources[source] if source in self.sources else Copy(self.start())
         held.online.learn(text)
