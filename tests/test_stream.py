@@ -227,7 +227,10 @@ def test_unlabelled(run_folder, capsys):
         "1e-2", "--device", "cpu", "--out", "taught",
     ) == 0  # fmt: skip
     (run_folder / "c.txt").write_text("q,qq,,qnq,uq,n" * 600)
-    assert run("adapt", "taught", "--data", "c.txt", "a.txt", *options, "--update.learning-rate", "1e-2") == 0
+    rate = ("--update.learning-rate", "1e-2", "--max-overlays", 1)  # two texts, one of which is the base's
+    assert run("adapt", "taught", "--data", "c.txt", "a.txt", "--guard", "--device", "cpu", *rate) == 1
+    assert "--max-overlays allows more" in capsys.readouterr().err
+    assert run("adapt", "taught", "--data", "c.txt", "a.txt", *options, *rate) == 0
     assert run("overlays", "taught-adapted", "list") == 0
     assert "domain-1" in capsys.readouterr().out
     assert run("adapt", "run", "--data", "c.txt", "--unlabelled", "--device", "cpu", "--out", "x") == 1

@@ -53,6 +53,8 @@ class Adapt:
     """With --guard, what else an overlay may change; tokens the base never saw need "embedding"."""
     switch_rate: float = GuardConfig.switch_rate
     """With --guard, for texts that change in between; instead of pausing paths that hardly count."""
+    max_overlays: int = GuardConfig.max_overlays
+    """With --guard, how many there may be."""
     learn: Annotated[LearnConfig, tyro.conf.arg(name="")] = field(default_factory=LearnConfig)
     canary: str | None = None
     """What must not be forgotten: a name or a file (default: the run's own validation text)."""
@@ -112,8 +114,11 @@ class Adapt:
         names = tuple("base-text" if stem == BASE else stem for stem in stems)
         if not all(names) or len(set(names)) < len(names):
             raise ValueError(f"overlays would be called {', '.join(names)}: each needs a name of its own")
-        if len({*names, *learner.sources}) > learner.config.max_overlays:
-            raise ValueError(f"{len(names)} texts need more than {learner.config.max_overlays} overlays")
+        if not self.unlabelled and len({*names, *learner.sources}) > learner.config.max_overlays:
+            raise ValueError(
+                f"{len(names)} texts need more than {learner.config.max_overlays} overlays; "
+                "--max-overlays allows more"
+            )
         return names
 
     def _learner(self, out: Path) -> OnlineLearner | GuardedLearner:
@@ -122,7 +127,7 @@ class Adapt:
         pause = 0.0 if self.switch_rate else GuardConfig.pause
         mix = GuardConfig(
             learn=self.learn, prior=self.prior, attention=self.attention, attention_rank=self.attention_rank,
-            also=self.also, switch_rate=self.switch_rate, pause=pause,
+            also=self.also, switch_rate=self.switch_rate, pause=pause, max_overlays=self.max_overlays,
         )  # fmt: skip
         if not self.guard and (self.unlabelled or mix != GuardConfig(learn=self.learn)):
             raise ValueError("settings of the guard were given without --guard")
