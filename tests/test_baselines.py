@@ -54,6 +54,7 @@ METHODS = {
     "ewc": partial(EWC, anchor=[batch(7)], strength=10.0),
     "gem": partial(GEM, memories=[batch(7), batch(8)]),
     "agem": partial(AGEM, memory=batch(7, rows=9), batch_size=3),
+    "gem, steps": partial(GEM, memories=[batch(7), batch(8)], of="step"),
     "replay": partial(Replay, memory=batch(7, rows=9), fraction=0.25),
 }
 every_method = pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
@@ -359,6 +360,8 @@ def forgetting():
         "ewc": partial(EWC, anchor=[memory], strength=100.0),
         "gem": partial(GEM, memories=[memory]),
         "agem": partial(AGEM, memory=memory, batch_size=32),
+        "gem, steps": partial(GEM, memories=[memory], of="step"),
+        "agem, steps": partial(AGEM, memory=memory, batch_size=32, of="step"),
         "replay": partial(Replay, memory=memory, fraction=0.25),
         "lora": partial(LoRA, rank=4, targets="all"),
     }
@@ -374,7 +377,7 @@ def forgetting():
     return losses, sizes
 
 
-@pytest.mark.parametrize("name", ["ewc", "gem", "agem", "replay"])
+@pytest.mark.parametrize("name", ["ewc", "gem", "agem", "gem, steps", "agem, steps", "replay"])
 def test_forgets_less_than_fine_tuning(name, forgetting):
     losses, _ = forgetting
     start, plain, guarded = losses["start"], losses["fine-tune"], losses[name]

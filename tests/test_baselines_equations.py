@@ -261,6 +261,61 @@ def test_agem_projects_on_what_it_drew():
     torch.testing.assert_close(used_gradient(learner, inputs, targets), expected)
 
 
+def vector_of(model):
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def test_the_step_that_is_taken_is_what_gem_may_project():
+    """Along AdamW's steps the old losses rise though the gradient was projected; `of="step"` prevents it."""
+    inputs, targets = tiny_batch(0)
+    memories = [(inputs, (targets + 1) % 5), (inputs, (targets + 2) % 5)]
+    rises = {}
+    for of in ("gradient", "step"):
+        model = tiny()
+        learner, found = GEM(model, memories, of=of, learning_rate=1e-3), []
+        for _ in range(30):
+            old = torch.stack([gradient_of(model, *memory) for memory in memories])
+            before = vector_of(model)
+            learner.step(inputs, targets)
+            found.append(float((old @ (vector_of(model) - before)).max()))
+        rises[of] = np.array(found)
+        assert gradient_of(model, inputs, targets).norm() > 0
+    assert (rises["gradient"] > 1e-6).sum() > 5
+    assert rises["step"].max() < 1e-12
+
+
+@pytest.mark.parametrize("kind", ["gem", "agem"])
+def test_what_is_projected_is_the_nearest_step(kind):
+    inputs = tiny_batch(0, rows=6)[0]
+    targets, memory = torch.zeros_like(inputs), (inputs, torch.ones_like(inputs))  # these disagree
+    plain, model = tiny(), tiny()
+    old, start = gradient_of(model, *memory), vector_of(model)
+    FineTune(plain, learning_rate=1e-3).step(inputs, targets)
+    way = start - vector_of(plain)
+    assert way @ old < 0
+    learner = (
+        GEM(model, [memory], of="step", learning_rate=1e-3) if kind == "gem"
+        else AGEM(model, memory, 6, of="step", learning_rate=1e-3)
+    )  # fmt: skip
+    learner.step(inputs, targets)
+    torch.testing.assert_close(vector_of(model), start - (way - (way @ old) / (old @ old) * old))
+    with pytest.raises(ValueError, match="margin is on the scale"):
+        GEM(model, [memory], margin=0.5, of="step")
+
+
+@pytest.mark.parametrize("kind", ["gem", "agem"])
+def test_a_step_that_hurts_nobody_stays_as_it_is(kind):
+    new = tiny_batch(0, rows=6)
+    plain, model = tiny(), tiny()
+    FineTune(plain, learning_rate=1e-3).step(*new)
+    learner = (
+        GEM(model, [new], of="step", learning_rate=1e-3) if kind == "gem"
+        else AGEM(model, new, 6, of="step", learning_rate=1e-3)
+    )  # fmt: skip
+    learner.step(*new)
+    assert torch.equal(vector_of(model), vector_of(plain))
+
+
 @pytest.mark.parametrize("targets", ["ffn", "attention", "all"])
 def test_lora(targets):
     model = build(bias=True)

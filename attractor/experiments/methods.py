@@ -124,11 +124,12 @@ def _ewc(strength: float) -> Any:
 
 def _gem(model: GPT, s: Situation) -> GEM:
     """One memory for each domain of the old text, as large as two batches."""
-    return GEM(model, [(inputs[:64], targets[:64]) for inputs, targets in s.by_domain], **s.options())
+    memories = [(inputs[:64], targets[:64]) for inputs, targets in s.by_domain]
+    return GEM(model, memories, of="step", **s.options())
 
 
 def _agem(model: GPT, s: Situation) -> AGEM:
-    return AGEM(model, s.memory, min(16, len(s.memory[0])), seed=s.seed, **s.options())
+    return AGEM(model, s.memory, min(16, len(s.memory[0])), seed=s.seed, of="step", **s.options())
 
 
 def replay(fraction: float, *, remember: bool = False) -> Any:

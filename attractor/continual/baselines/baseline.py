@@ -86,7 +86,7 @@ class Baseline:
                 self.project_gradients()
             if self.clip_norm is not None:
                 nn.utils.clip_grad_norm_(self.trainable, self.clip_norm)
-            self.optimizer.step()
+            self.take_step()
         finally:
             self.optimizer.zero_grad()
         return float(loss.detach())
@@ -97,6 +97,9 @@ class Baseline:
 
     def project_gradients(self) -> None:
         """Change the gradients of `trainable` before the optimizer uses them."""
+
+    def take_step(self) -> None:
+        self.optimizer.step()
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Cross entropy, nats per token."""

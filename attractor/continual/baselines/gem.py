@@ -8,26 +8,20 @@ import torch
 from torch import Tensor
 
 from attractor.config import check_number
-from attractor.continual.baselines.baseline import (
-    Baseline,
-    Options,
-    Train,
-    check_batch,
-    flatten,
-    write_gradients,
-)
+from attractor.continual.baselines.baseline import Options, Train, check_batch, flatten
+from attractor.continual.baselines.projecting import Projected, Projecting
 from attractor.data import Batch
 from attractor.model import GPT
 
 MOST_MEMORIES = 10
 
 
-class GEM(Baseline):
+class GEM(Projecting):
     """Lopez-Paz and Ranzato 2017. `memories` holds one fixed batch per old task.
 
-    Where the gradient g has a negative inner product with the gradient of a memory (a row of G), it is
-    replaced by g + G^T v, the nearest vector with none if `margin` is 0; a larger margin leans towards the
-    memories. The paper's promise is about a step along this gradient; AdamW's moments bend it somewhat.
+    Where the gradient g (or the step, see `Projecting`) has a negative inner product with the gradient of a
+    memory (a row of G), it is replaced by g + G^T v, the nearest vector with none if `margin` is 0; a larger
+    margin leans towards the memories.
     """
 
     def __init__(
@@ -37,9 +31,12 @@ class GEM(Baseline):
         margin: float = 0.0,
         *,
         train: Train = "all",
+        of: Projected = "gradient",
         **options: Unpack[Options],
     ) -> None:
         check_number("margin", margin, "a number, 0 or more", lambda number: number >= 0)
+        if margin and of == "step":
+            raise ValueError("a margin is on the scale of gradients; with of='step' it must be 0")
         if not 1 <= len(memories) <= MOST_MEMORIES:
             raise ValueError(
                 f"{len(memories)} memories: give 1 to {MOST_MEMORIES} batches, one for each old task; where "
@@ -49,15 +46,14 @@ class GEM(Baseline):
             check_batch(model, memory, f"memory {number}") for number, memory in enumerate(memories)
         ]
         self.margin = margin
-        super().__init__(model, train, **options)
+        super().__init__(model, train, of=of, **options)
 
-    def project_gradients(self) -> None:
-        gradient = flatten(parameter.grad for parameter in self.trainable)
-        old = torch.stack([flatten(self.gradients(self.loss(*memory))) for memory in self.memories])  # G
-        inner = old @ gradient
-        if (inner < 0).any():
-            multipliers = solve_dual(old @ old.T, inner, self.margin)
-            write_gradients(gradient + multipliers @ old, self.trainable)
+    def old_gradients(self) -> Tensor:
+        return torch.stack([flatten(self.gradients(self.loss(*memory))) for memory in self.memories])
+
+    def project(self, vector: Tensor, old: Tensor) -> Tensor:
+        inner = old @ vector
+        return vector + solve_dual(old @ old.T, inner, self.margin) @ old if (inner < 0).any() else vector
 
 
 def solve_dual(gram: Tensor, inner: Tensor, margin: float = 0.0) -> Tensor:
