@@ -16,7 +16,7 @@ from attractor.continual.overlay import fingerprint
 from attractor.experiments import adapting, forgetting, match, rates, sensitivity, shifts, streams
 from attractor.experiments.benchmark import Benchmark, slug
 from attractor.experiments.methods import METHODS, Situation
-from attractor.experiments.plan import HOME, KINDS, domain, plan_of, read_domains
+from attractor.experiments.plan import HOME, KINDS, PAPER, PAPER_BYTES, domain, plan_of, read_domains
 from attractor.model import GPT
 
 WORDS = {
@@ -112,12 +112,40 @@ def test_a_small_text_is_not_read_until_it_is_known_by_heart():
     assert plan.steps_on(100) == plan.evaluations  # one look after each step, at least
 
 
+def made_up_cell(lost, gained, size):
+    """Two old texts, of which one is harder to keep by 0.5 nats, and B."""
+
+    def text(*blocks):
+        return {"loss": float(np.mean(blocks)), "blocks": list(blocks)}
+
+    before = {"easy": text(1.0, 1.0, 1.0), "hard": text(2.0, 2.0, 2.0), "B": text(3.0, 3.0, 3.0)}
+    after = {"easy": text(*[1.0 + lost] * 3), "hard": text(*[2.5 + lost] * 3), "B": text(*[3.0 - gained] * 3)}
+    best = {"step": 10, "alone": after, "guarded": before, "changed": size, "bytes": 4 * size}
+    way = [{"step": step, "losses": dict.fromkeys(before, 9.0)} for step in (0, 10)]
+    return {
+        "base": "a", "before": before, "best": best, "trajectory": way, "trained": 5, "extra_bytes": 0,
+        "tokens": 1, "seconds": 1.0, "base_unchanged": True, "bound": 0.1, "routing": None,
+    }  # fmt: skip
+
+
+def test_a_summary_is_of_the_step_that_counts_and_of_all_seeds():
+    cells = [made_up_cell(0.25, 1.0, 7), made_up_cell(0.25, 1.0, 9)]
+    told = shifts.summary(cells, cells, ["easy", "hard"])
+    assert told["alone"]["forgetting"] == 0.5
+    assert told["alone"]["forgetting_interval"] == [0.5, 0.5]  # that texts differ is no error
+    assert told["alone"]["hypervolume"] == 0.5  # of that point, and of no other on the way
+    assert told["guarded"]["hypervolume"] == 0.0
+    assert (told["changed"], told["bytes"]) == (9, 36)
+
+
 def test_domains_are_cut_apart(texts, tmp_path):
     plan = plan_of("smoke")
     hashes = read_domains(plan, texts, tmp_path)
     assert hashes == read_domains(plan, texts, tmp_path)
     text = domain(plan, tmp_path, "kjv")
     assert [len(part) for part in text] == [plan.train_bytes, plan.val_bytes, plan.test_bytes]
+    read_domains(plan, {PAPER: PAPER}, tmp_path)
+    assert len(domain(plan, tmp_path, PAPER).train) == PAPER_BYTES
     whole = Path(texts["kjv"]).read_bytes()
     assert text.test.astype(np.uint8).tobytes() == whole[-plan.test_bytes :]
     assert whole.startswith(text.train.astype(np.uint8).tobytes())
@@ -176,6 +204,7 @@ def test_shifts(bench, tmp_path, monkeypatch):
     assert guarded["base_unchanged"]
     shown = shifts.table(values)
     assert all(method in shown for method in CHOSEN)
+    assert values["pretrained_twice"] == []
     files = {path: path.stat().st_mtime_ns for path in (bench.folder / "cells").iterdir()}
     assert shifts.run(bench, tmp_path / "again.json", methods=CHOSEN)["shifts"] == values["shifts"]
     assert files == {path: path.stat().st_mtime_ns for path in (bench.folder / "cells").iterdir()}

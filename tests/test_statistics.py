@@ -61,3 +61,9 @@ def test_transfer_of_a_stream():
     assert told["worst_forgetting"] == pytest.approx(0.4)
     assert told["final"] == pytest.approx((1.4 + 2.2 + 1.0) / 3)
     assert told["worst_on_the_way"] == pytest.approx(0.5)
+    back = [*matrix, {"A": 1.0, "B": 2.6, "C": 1.0}]  # A comes back: what was lost before counts
+    again = transfer(back, ["A", "B", "C", "A"])
+    assert again["BWT"] == told["BWT"]
+    assert again["FWT"] == told["FWT"]
+    assert again["worst_forgetting"] == pytest.approx(0.6)
+    assert again["final"] == pytest.approx((1.0 + 2.6 + 1.0) / 3)

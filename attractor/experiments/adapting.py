@@ -144,12 +144,12 @@ def adapt(settings: Settings, folder: Path) -> Values:
     guard = meter.guarded(kept)
     best["guarded"] = meter.measure(guard)
     return {
-        "before": first, "best": best, "diverged": diverged, "trajectory": trajectory,
+        "base": before_hash, "before": first, "best": best, "diverged": diverged, "trajectory": trajectory,
         "trained": adapter.trained,
         "extra_bytes": adapter.extra_bytes, "seconds": seconds, "tokens": steps * plan.batch_size
         * base.config.context, "base_unchanged": fingerprint(base) == before_hash,
         "bound": cast(Guard, guard).bound(base.config.context) / base.config.context,
-        "routing": usage(base, adapter.model, old, new),
+        "routing": usage(base, kept, old, new),
     }  # fmt: skip
 
 
@@ -186,10 +186,13 @@ def usage(base: GPT, adapted: GPT, old: Mapping[str, Text], new: Text) -> dict[s
     if not base.apn_layers():
         return None
     length = len(new.validation)
-    texts = {"A": next(iter(old.values())).validation, "B": new.validation}
+    texts = {
+        "A": np.concatenate([text.validation[: length // len(old)] for text in old.values()]),
+        "B": new.validation,
+    }
     found: dict[str, Any] = {}
     for when, model in (("before", base), ("after", adapted)):
-        stats = {name: routing(model, text[:length]) for name, text in texts.items()}
+        stats = {name: routing(model, text) for name, text in texts.items()}
         layers = {}
         for layer in base.apn_layers():
             a, b = stats["A"][layer], stats["B"][layer]

@@ -22,7 +22,8 @@ from attractor.model import GPT
 Size = Literal["smoke", "small", "full"]
 HOME = "shakespeare"
 PAPER = "paper-shift"
-TARGETS = ("kjv", "first-folio", PAPER, "python")
+FOLIO = "first-folio"
+TARGETS = ("kjv", FOLIO, PAPER, "python")
 """Domains to adapt to. Of the paper's own there are as few bytes to learn from as in the paper."""
 PAPER_BYTES = 8_722
 MIXTURE = ("shakespeare", "kjv")
@@ -50,7 +51,7 @@ class Plan:
     """Of a model that is trained to be compared and not to be adapted."""
     evaluations: int = 6
     """Of a run of adaptation, evenly spaced; the best of them by B's validation text is what counts."""
-    passes: int = 50
+    passes: int = 10
     """Over a text, at most: a small one would be known by heart before the first evaluation."""
     warmup: float = 0.08
     """Share of the steps."""
@@ -123,11 +124,12 @@ def read_domains(plan: Plan, sources: Mapping[str, str], folder: Path) -> dict[s
     for name, source in sources.items():
         held_out = plan.test_bytes + plan.val_bytes
         few = name == PAPER and source == PAPER
-        text = open_text(source, size=PAPER_BYTES + held_out) if few else open_text(source)
+        # of the grammar's text a little more, since it ends with a sentence
+        text = open_text(source, size=PAPER_BYTES + held_out + 4096) if few else open_text(source)
         data = "".join(text.chunks()).encode()
         if not few and len(data) < 2 * held_out:
             raise ValueError(f"{source!r} has {len(data):,} bytes; a domain needs {2 * held_out:,} or more")
-        train = data[:-held_out][: plan.train_bytes]
+        train = data[:-held_out][: PAPER_BYTES if few else plan.train_bytes]
         used = train + data[-held_out:]
         place = folder / "texts" / f"{name}.bin"
         if not place.is_file() or place.read_bytes() != used:

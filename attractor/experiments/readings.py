@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from attractor.experiments.plan import FOLIO, PAPER
 from attractor.experiments.shifts import BEST_FULL, WAYS, seeds_of, summary
 from attractor.experiments.statistics import transfer
 from attractor.experiments.streams import GUARDED
@@ -155,9 +156,14 @@ def shift_table(title: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:
     return Table(title, columns, lines)
 
 
+OF_ANOTHER_KIND = (PAPER, FOLIO)
+"""No part of means: the one has next to nothing to learn from, the other holds A's own plays."""
+
+
 def overview(source: str, shifts: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> Table:
-    """Every method, the mean over the shifts of one pretraining text."""
+    """Every method, the mean over the shifts of one pretraining text but for those of another kind."""
     shifts = {name: rows for name, rows in shifts.items() if _has_gains(rows)} or shifts
+    shifts = {name: rows for name, rows in shifts.items() if name not in OF_ANOTHER_KIND} or shifts
     methods = list(next(iter(shifts.values())))
     kinds = {"gain on B": ("gain", ".3f"), "forgetting of A, nats": ("forgetting", ".4f"),
              "area": ("hypervolume", ".3f")}  # fmt: skip
@@ -185,16 +191,17 @@ def _mean_known(values: Sequence[float | None]) -> float | None:
 
 
 def stream_table(streams: Mapping[str, Any]) -> Table:
-    kinds = {"BWT": "backward transfer", "FWT": "forward transfer", "worst_forgetting": "worst forgetting",
-             "final": "loss at the end"}  # fmt: skip
+    kinds = {"BWT": "backward transfer", "FWT": "forward transfer", "worst_on_the_way": "worst forgetting",
+             "worst_forgetting": "worst forgetting at the end", "final": "loss at the end"}  # fmt: skip
     columns = [Column("method", words=True), *(Column(title, "nats per byte") for title in kinds.values()),
                Column("overlays, bytes"), Column("seconds", main=False),
                Column("rate", main=False)]  # fmt: skip
     lines = []
     for method, part in streams["methods"].items():
         seeds, line = part["seeds"], [name(method)]
+        told = [transfer(seed["matrix"], streams["order"]) for seed in seeds]
         for key in kinds:
-            values = [seed[key] for seed in seeds]
+            values = [figures[key] for figures in told]
             spread = (min(values), max(values)) if len(values) > 1 else None
             line.append(number(sum(values) / len(values), ".4f", spread))
         overlays = [

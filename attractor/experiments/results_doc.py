@@ -37,8 +37,8 @@ SMOKE = "**Size \u201csmoke\u201d: tiny models and a few steps. These numbers me
 
 LEGEND = (
     "Alone is the adapted model, guarded the same beside the untouched base. Gain is the share of dense full "
-    "fine-tuning's improvement on B; forgetting is in nats per byte of A; area combines both, and 1 is best. "
-    "In brackets: 95 % intervals."
+    "fine-tuning's improvement on B; forgetting is in nats per byte of A; area combines both, and is 1 where "
+    "as much is gained and nothing forgotten. In brackets: 95 % intervals."
 )
 
 Files = dict[Path, str]

@@ -57,7 +57,7 @@ GUARD = (
     "<b>Alone</b> is the adapted model; <b>guarded</b> is the same model beside the untouched base, mixed by "
     "how well each predicts the text at hand. <b>Gain</b> is how much of dense full fine-tuning's "
     "improvement on B a method reached, <b>forgetting</b> how much worse it predicts A; <b>area</b> combines "
-    "both, 1 is best."
+    "both: 1 is as much gained, and nothing forgotten."
 )
 
 

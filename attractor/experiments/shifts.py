@@ -74,6 +74,9 @@ def run(bench: Benchmark, result: Path, *, methods: Sequence[str] = tuple(METHOD
         }
         for source in sources
     }
+    models: dict[str, set[str]] = {}  # what cells started from, by name: more than one, if it was made again
+    for (source, _, method, seed), cell in found.items():
+        models.setdefault(bench.base(METHODS[method].model, source, seed), set()).add(cell["base"])
     values = {
         "experiment": "shifts", "size": bench.size, "seeds": plan.seeds, "device": bench.device,
         "texts": bench.hashes, "mixture": list(bench.mixture), "block": 1024,
@@ -84,6 +87,7 @@ def run(bench: Benchmark, result: Path, *, methods: Sequence[str] = tuple(METHOD
                                                          "best_step")}
                        for name, part in pretrained.items()},
         "rates": rates, "shifts": shifts, "cells": bench.origins(),
+        "pretrained_twice": sorted(name for name, known in models.items() if len(known) > 1),
         "streams": {
             "order": order,
             "methods": {
@@ -150,7 +154,8 @@ def summary(cells: Sequence[Values], full: Sequence[Values], old: Sequence[str])
             np.mean([part["before"]["B"]["loss"] - part["best"]["alone"]["B"]["loss"] for part in full])
         ),
         "best_steps": [cell["best"]["step"] for cell in cells],
-        "trained": first["trained"], "changed": first["best"]["changed"], "bytes": first["best"]["bytes"],
+        "trained": first["trained"],
+        **{key: max(cell["best"][key] for cell in cells) for key in ("changed", "bytes")},
         "extra_bytes": first["extra_bytes"], "tokens": first["tokens"],
         "seconds": float(np.mean([cell["seconds"] for cell in cells])),
         "base_unchanged": all(cell["base_unchanged"] for cell in cells), "bound": first["bound"],
@@ -169,14 +174,6 @@ def summary(cells: Sequence[Values], full: Sequence[Values], old: Sequence[str])
         lost = [_mean_loss(now, old) - _mean_loss(cell["before"], old)
                 for now, cell in zip(after, cells, strict=True)]  # fmt: skip
         gains = [_gain(now["B"]["loss"], theirs) for now, theirs in zip(after, full, strict=True)]
-        points = [[(gain, loss)] for gain, loss in zip(gains, lost, strict=True)]
-        if way == "alone":  # also where it was on the way there
-            points = [
-                [(_gain(point["losses"]["B"], theirs),
-                  _mean_of(point["losses"], old) - _mean_loss(cell["before"], old))
-                 for point in cell["trajectory"]]
-                for cell, theirs in zip(cells, full, strict=True)
-            ]  # fmt: skip
         told[way] = {
             "A": _ppl(_mean_loss(now, old) for now in after), "B": _ppl(now["B"]["loss"] for now in after),
             "B_seeds": [math.exp(now["B"]["loss"]) for now in after],
@@ -184,7 +181,7 @@ def summary(cells: Sequence[Values], full: Sequence[Values], old: Sequence[str])
             "B_over_full": math.exp(float(np.mean([np.mean(part) for part in against]))),
             "B_over_full_interval": [math.exp(bound) for bound in interval(against)],
             "gain": float(np.mean(gains)),
-            "hypervolume": float(np.mean([hypervolume(own) for own in points])),
+            "hypervolume": float(np.mean([hypervolume([point]) for point in zip(gains, lost, strict=True)])),
         }  # fmt: skip
     return told
 
@@ -207,8 +204,10 @@ def _ppl(losses: Iterable[float]) -> float:
 
 
 def _block_differences(now: dict[str, Any], then: dict[str, Any], names: Sequence[str]) -> list[float]:
+    """Block by block, the mean over texts: a difference between texts is not an error."""
     pairs = [(now[name]["blocks"], then[name]["blocks"]) for name in names]
-    return [a - b for after, before in pairs for a, b in zip(after, before, strict=True)]
+    table = [[a - b for a, b in zip(after, before, strict=True)] for after, before in pairs]
+    return [sum(column) / len(column) for column in zip(*table, strict=True)]
 
 
 def seeds_of(rows: Mapping[str, Mapping[str, Any]]) -> str:

@@ -58,15 +58,16 @@ def hypervolume(points: Sequence[tuple[float, float]], worst: float = 1.0) -> fl
 def transfer(matrix: Sequence[dict[str, float]], order: Sequence[str]) -> dict[str, float]:
     """Of a stream: backward and forward transfer (positive is good), and the worst forgetting, in nats.
 
-    matrix[0] is before the stream and matrix[i] after visit i of `order`. A domain's backward transfer is
-    from the end of its first visit to the end of the stream, its forward transfer from the start of the
-    stream to the start of its first visit. Forgetting is the rise from the best loss it ever had: at the end,
-    and at its worst on the way, since a domain that comes back is learned again.
+    matrix[0] is before the stream and matrix[i] after visit i of `order`. As in Lopez-Paz and Ranzato 2017, a
+    domain's backward transfer is from the end of its first visit to when all have been visited once: who
+    comes back later is learned again. Its forward transfer is from the start of the stream to the start of
+    its first visit; there stands the pretrained model, and not one that knows nothing. Forgetting is the rise
+    from the best loss it ever had: at the end, and at its worst on the way.
     """
     first = {name: order.index(name) for name in order}
-    later = [name for name in first if first[name] < len(order) - 1]
+    last = max(first.values())
     forward = [matrix[0][name] - matrix[first[name]][name] for name in first if first[name] > 0]
-    backward = [matrix[first[name] + 1][name] - matrix[-1][name] for name in later]
+    backward = [matrix[at + 1][name] - matrix[last + 1][name] for name, at in first.items() if at < last]
     rises = [matrix[-1][name] - min(row[name] for row in matrix) for name in first]
     on_the_way = [
         matrix[visit][name] - min(row[name] for row in matrix[: visit + 1])
