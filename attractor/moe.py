@@ -175,8 +175,8 @@ class MoE(nn.Module):
 class Switch(MoE):
     """Switch: the one best expert, times its probability; tokens beyond an expert's capacity get no update.
 
-    Who is beyond is decided in the order of the flattened tokens, in training and after it, so a token can
-    depend on tokens before it in the batch, never on later ones.
+    Who is beyond is decided in the order of the flattened tokens. That is so in training, where it evens out
+    the experts' work; afterwards all are served, and what is said of a text does not depend on others.
     """
 
     kind = "switch"
@@ -185,6 +185,8 @@ class Switch(MoE):
         """Equations (1) to (3): p = softmax(x W_r), y = p_i E_i(x) for i = argmax p."""
         logits = F.linear(tokens, self.router.to(tokens.dtype))
         weights, indices = logits.softmax(-1).max(-1, keepdim=True)
+        if not self.training:
+            return Routed(indices, weights, logits, logits, None)
         share = self.config.capacity_factor * len(tokens) / self.config.num_experts
         capacity = max(1, math.ceil(share - 1e-9))  # 1.1 * 10 is a little over 11
         queues = _members(indices, self.config.num_experts).cumsum(0)  # (n, E) tokens up to and with this one

@@ -285,6 +285,22 @@ def test_equal_parameters_and_no_more_work(size, texts, tmp_path):
     if size == "full":  # the paper's has 256 patches at any width
         assert all(cost(apn) <= 8 * d * d for apn in found.values()), found
     assert len(set(map(repr, found.values()))) == len(found)
+    large = match.models(bench)["MoE, as large as the largest"].model.moe.num_experts * 4 * d * d
+    assert large == pytest.approx(
+        parameters(found["APN, four times the patches"]), rel=0.03 if size == "full" else 0.2
+    )
+
+
+def test_a_text_is_read_three_times_at_most(texts, tmp_path):
+    bench = Benchmark("smoke", tmp_path, domains=texts)
+    config = bench.plan.config("dense", 0)
+    long = dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=10**6))
+    ((_, cell),) = bench.train("long", long, [HOME], "byte", 0, passes=3).items()
+    domain_text = np.tile(np.arange(50, dtype=np.uint8), 10_000)
+    (tmp_path / "texts" / f"{HOME}.bin").write_bytes(domain_text.tobytes()[: 6144 + 512 * 5])
+    values = adapting.train(cell, tmp_path)
+    assert values["config"]["train"]["max_steps"] == 3 * 5  # five batches of 512 bytes, three times
+    assert not list((tmp_path / "pretrained").iterdir())  # and nobody needs the model any more
 
 
 def test_each_model_is_trained_the_way_that_suits_it(texts, tmp_path, monkeypatch):

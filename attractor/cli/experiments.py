@@ -220,7 +220,7 @@ class Sensitivity(Repeated):
 class Match(Repeated):
     """APN against dense, MoE and Switch at equal parameters, and at no more multiply-adds per token."""
 
-    mixture: tuple[str, ...] = MIXTURE
+    mixture: tuple[str, ...] = match.MIXTURE
     """The domains of the mixture."""
 
     def run(self) -> None:

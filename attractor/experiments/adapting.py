@@ -1,6 +1,7 @@
 """Pretrain a model, and adapt it by one method to one new domain: the cells of the benchmark."""
 
 import copy
+import dataclasses
 import itertools
 import json
 import math
@@ -40,6 +41,10 @@ def pretrain(settings: Settings, folder: Path) -> Values:
     texts = [domain(plan, folder, name) for name in settings["members"]]
     dataset = tokens_of(plan, settings["tokenizer"], texts, folder)
     config = RunConfig.from_dict(settings["config"])
+    if (passes := settings.get("passes")) is not None:
+        tokens = config.train.batch_size * config.model.context
+        most = min(config.train.max_steps, max(1, passes * len(dataset.train) // tokens))
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=most))
     place = own_folder(folder / "pretrained" / settings["base"], settings)
     return train_and_measure(config, dataset, place, device=settings["device"], report=lambda record: None)
 

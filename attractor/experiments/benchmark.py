@@ -163,12 +163,15 @@ class Benchmark:
         cell = self._cell("adapt", [*members, shift], base=base, members=members, **settings)
         return {f"adapt-{base}-{shift}-{slug(method)}-{rate:g}": cell}
 
-    def train(self, name: str, config: RunConfig, members: Sequence[str], tokenizer: str, seed: int) -> Cells:
-        """A model to be compared by how well it predicts, and not to be adapted."""
+    def train(
+        self, name: str, config: RunConfig, members: Sequence[str], tokenizer: str, seed: int,
+        passes: int | None = None,
+    ) -> Cells:  # fmt: skip
+        """A model to be compared by how well it predicts, and not to be adapted; `passes` at most."""
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=seed))
         base = f"{name}-{tokenizer}-{'-'.join(members)}-{seed}"
         settings = {"members": list(members), "tokenizer": tokenizer, "config": config.to_dict()}
-        return {f"train-{base}": self._cell("train", members, base=base, **settings)}
+        return {f"train-{base}": self._cell("train", members, base=base, passes=passes, **settings)}
 
     def stream(self, method: str, order: Sequence[str], seed: int, rate: float) -> Cells:
         base = f"{streams.LEARNERS[method]}-{order[0]}-{seed}"

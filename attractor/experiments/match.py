@@ -3,11 +3,12 @@
     attractor experiment match --size smoke
 
 Characters of one text, bytes of a mixture, byte pairs of the same mixture. No model gets more training than
-another: the same steps and batches; the best validation loss of each counts. The one text is small and is
-learned by heart: there all have dropout, stop early, and each has the weight decay that suits it best of the
-same two; APN has patch dropout. On the mixture nobody has any of that, and each has the learning rate that
-suits it best on the same ladder, on bytes. The first seed chooses, for all. Dense is also there with the
-start that APN has by default, and experts have it: at small widths that is worth more than the kind of FFN.
+another: the same steps and batches; the best validation loss of each counts, and whoever diverges has none.
+The one text is small and is learned by heart: there all have dropout, stop early, and each has the weight
+decay that suits it best of the same two; APN has patch dropout. On the mixture nobody has any of that, there
+are three passes at most, and each has the learning rate that suits it best on the same ladder, on bytes. The
+first seed chooses, for all. Dense is also there with the start that APN has by default, and experts have it:
+at small widths that is worth more than the kind of FFN.
 """
 
 import dataclasses
@@ -22,11 +23,13 @@ from attractor import presets
 from attractor.config import APNConfig, FFNName, FFNStartName, GPTConfig, MoEConfig, RunConfig
 from attractor.experiments.benchmark import Benchmark, Cells, slug
 from attractor.experiments.grid import ask_each
-from attractor.experiments.plan import HOME
+from attractor.experiments.plan import HOME, PAPER, TARGETS
 from attractor.experiments.rates import best_rate, climb, or_worst
 from attractor.experiments.result import write_result
 
 DENSE = "dense"
+MIXTURE = (HOME, *(name for name in TARGETS if name != PAPER))
+"""Large enough that nobody learns it by heart."""
 STARTS: tuple[FFNStartName, ...] = ("gpt2", "unit")
 DECAYS = (0.1, 1.0)
 """Of weights, where a text is small."""
@@ -50,14 +53,22 @@ def three_wide(model: GPTConfig, apn: APNConfig) -> APNConfig:
     return dataclasses.replace(apn, num_patches=3, top_k=3, rank=(8 * model.dim - 3) // 4 // 8 * 8)
 
 
+def experts_like(model: GPTConfig, apn: APNConfig) -> int:
+    """As many experts of half a dense FFN, 4 d^2, as have the parameters of an APN layer."""
+    d, K, r = model.dim, apn.num_patches, apn.rank
+    return max(2, round((d * r + K * (d + 2 * r + r * d)) / (4 * d * d)))
+
+
 def models(bench: Benchmark) -> dict[str, RunConfig]:
     """At full size no APN has more multiply-adds than dense; the paper's has 256 patches at any width."""
     plan = bench.plan
     run, dim, apn = plan.config(DENSE, 0), plan.model.dim, plan.apn
+    largest = dataclasses.replace(apn, num_patches=4 * apn.num_patches)
     experts = plan.moe.num_experts
     mixtures: dict[str, tuple[FFNName, MoEConfig]] = {
         "MoE, equal parameters": ("moe", MoEConfig(num_experts=experts, hidden=4 * dim // experts)),
         "MoE, equal multiply-adds": ("moe", MoEConfig(num_experts=experts)),
+        "MoE, as large as the largest": ("moe", MoEConfig(num_experts=experts_like(plan.model, largest))),
         "Switch, equal parameters": (
             "switch", MoEConfig(num_experts=experts // 2, hidden=8 * dim // experts)),
         "Switch, equal multiply-adds": ("switch", MoEConfig(num_experts=experts // 2)),
@@ -66,7 +77,7 @@ def models(bench: Benchmark) -> dict[str, RunConfig]:
         "APN, equal parameters": apn_of_parameters(plan.model, apn),
         "APN, equal parameters, three patches": three_wide(plan.model, apn),
         "APN, as planned": apn,
-        "APN, four times the patches": dataclasses.replace(apn, num_patches=4 * apn.num_patches),
+        "APN, four times the patches": largest,
         "APN, the paper's": APNConfig(init="paper"),
     }
     usual, unit = (
@@ -86,6 +97,11 @@ class Data(NamedTuple):
     """A small text is learned by heart: models keep the plan's dropout there. Elsewhere they have none."""
     like: str | None = None
     """The dataset whose choices it takes."""
+
+    @property
+    def passes(self) -> int | None:
+        """Over the text, at most: of byte pairs there are few, and without dropout they would be known."""
+        return None if self.is_small else 3
 
     @property
     def ladder(self) -> tuple[float, ...]:
@@ -119,7 +135,8 @@ def run(bench: Benchmark, result: Path) -> dict[str, Any]:
     def cell(dataset: str, name: str, seed: int, rung: float) -> Cells:
         text = data[dataset]
         config = text.of(configs[name], rung, bench.plan.mixture_steps)
-        return bench.train(f"{slug(name)}-{rung:g}", config, text.members, text.tokenizer, seed)
+        label = f"{slug(name)}-{rung:g}"
+        return bench.train(label, config, text.members, text.tokenizer, seed, passes=text.passes)
 
     tried = bench.answer(
         {
@@ -178,10 +195,11 @@ def table(values: dict[str, Any]) -> str:
             if not math.isfinite(loss):
                 lines.append(f"  {name:{width}s}diverged")
                 continue
-            spread = float(np.std(row["val_loss"]))
+            seeds = row["val_loss"]
+            spread = f" +-{np.std(seeds, ddof=1):.4f}" if len(seeds) > 1 else ""
             size, work = row["parameters"] / 1e6, row["multiply_adds_per_token"] / 1e6
             lines.append(
-                f"  {name:{width}s}{loss:8.4f} +-{spread:.4f}{loss - dense:+9.4f}{size:9.2f}M parameters"
+                f"  {name:{width}s}{loss:8.4f}{spread}{loss - dense:+9.4f}{size:9.2f}M parameters"
                 f"{work:9.2f}M multiply-adds"
             )
     return "\n".join(lines)
