@@ -99,7 +99,7 @@ SENSITIVITY = {
 MATCH = {
     "experiment": "match", "datasets": {
         "kjv": {"dense": {"val_loss": [1.25, 1.75], "parameters": 10, "multiply_adds_per_token": 20,
-                          "way": "rate 0.001"},
+                          "way": "rate 0.001", "best_step": [500, 750]},
                 "<apn>": {"val_loss": [1.5], "multiply_adds_per_token": 30}},
     },
 }  # fmt: skip

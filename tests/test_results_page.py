@@ -117,7 +117,15 @@ def test_sensitivity_says_what_an_option_does(whole):
 def test_match_says_how_each_model_did(whole):
     rows = [[text for text, _ in row] for row in Page(whole).table("Mean over seeds, and")[1:]]
     rows = [row for row in rows if row[0] == "kjv"]
-    assert rows[0][2:] == ["1.5000 1.2500 to 1.7500", f"{math.exp(1.5):.3f}", "2", "10", "20", "rate 0.001"]
+    assert rows[0][2:] == [
+        "1.5000 1.2500 to 1.7500",
+        f"{math.exp(1.5):.3f}",
+        "2",
+        "10",
+        "20",
+        "rate 0.001",
+        "500, 750",
+    ]
     assert rows[1][1] == "<apn>"
 
 

@@ -145,7 +145,8 @@ def sensitivity_plots(result: Result) -> dict[str, str]:
 def match(result: Result) -> Table:
     columns = [Column("text", words=True), Column("model", words=True),
                Column("validation loss, nats"), Column("perplexity"), Column("seeds"), Column("parameters"),
-               Column("multiply-adds per token"), Column("trained with", words=True)]  # fmt: skip
+               Column("multiply-adds per token"), Column("trained with", words=True),
+               Column("best step")]  # fmt: skip
     lines = []
     for dataset, models in result.values["datasets"].items():
         for model, row in models.items():
@@ -156,8 +157,14 @@ def match(result: Result) -> Table:
                 name(dataset), name(model), number(mean, ".4f", _spread(losses)), number(perplexity),
                 number(len(losses), "d"), count(row.get("parameters")),
                 count(row.get("multiply_adds_per_token")), name(row.get("way", MISSING)),
+                _steps(row.get("best_step", [])),
             ])  # fmt: skip
     return Table("Mean over seeds, and the smallest and largest", columns, lines)
+
+
+def _steps(seeds: Sequence[int | None]) -> Cell:
+    known = [step for step in seeds if step is not None]
+    return Cell(", ".join(map(str, known)) or MISSING, sum(known) / len(known) if known else None)
 
 
 def match_plots(result: Result) -> dict[str, str]:

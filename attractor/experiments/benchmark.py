@@ -38,6 +38,7 @@ from attractor.experiments.plan import (
     read_domains,
     tensor_cores,
 )
+from attractor.version import __version__
 
 WORK: dict[str, Callable[[Settings, Path], Values]] = {
     "pretrain": adapting.pretrain,
@@ -140,7 +141,8 @@ class Benchmark:
         }  # fmt: skip
         shape = {name: plan[name] for name in ("model", "apn", "moe", "train")}
         return {
-            "kind": kind, "size": self.size, "device": self.device, "texts": hashes, "recipe": recipe,
+            "attractor": __version__, "kind": kind, "size": self.size, "device": self.device,
+            "texts": hashes, "recipe": recipe,
             "models": hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest(), **settings,
         }  # fmt: skip
 
