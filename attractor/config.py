@@ -190,7 +190,7 @@ class MoEConfig(JSONConfig):
     noise: bool = True
     """Noise of a learned size on the router's scores while training (moe)."""
     capacity_factor: float = 1.25
-    """An expert serves this times its even share of the tokens; later ones get no update (switch)."""
+    """In training an expert serves this times its even share of the tokens; later ones get none (switch)."""
 
     def __post_init__(self) -> None:
         check_size("num_experts", self.num_experts)

@@ -303,6 +303,31 @@ def test_what_is_projected_is_the_nearest_step(kind):
         GEM(model, [memory], margin=0.5, of="step")
 
 
+def test_a_step_that_cannot_be_projected_is_not_taken(monkeypatch):
+    inputs = tiny_batch(0, rows=6)[0]
+    targets, memory = torch.zeros_like(inputs), (inputs, torch.ones_like(inputs))
+    model, other = tiny(), tiny()
+    learner, twin = (GEM(m, [memory], of="step", learning_rate=1e-3) for m in (model, other))
+    for method in (learner, twin):
+        method.step(inputs, targets)
+    before = vector_of(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(GEM, "project", raising(RuntimeError("out of memory")))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            learner.step(inputs, targets)
+    assert torch.equal(vector_of(model), before)
+    for method in (learner, twin):  # the moments, too, are as if nothing had been tried
+        method.step(inputs, targets)
+    assert torch.equal(vector_of(model), vector_of(other))
+
+
+def raising(error):
+    def call(*args):
+        raise error
+
+    return call
+
+
 @pytest.mark.parametrize("kind", ["gem", "agem"])
 def test_a_step_that_hurts_nobody_stays_as_it_is(kind):
     new = tiny_batch(0, rows=6)

@@ -118,6 +118,27 @@ def test_an_overlay_comes_back_from_the_archive_without_labels(home, tmp_path, c
     assert (tmp_path / "archive" / "domain-1").is_dir()
 
 
+def test_a_crash_after_an_overlay_came_back_loses_neither(home, tmp_path):
+    learner = by_itself(home, archive=tmp_path / "archive", max_overlays=1)
+    for number in (1, 2):
+        for part in range(4):
+            learner.observe(domain(number, 500, seed=part + 20), source=None)
+    learner.save(tmp_path / "saved")
+    for part in range(4):
+        assert learner.observe(domain(1, 500, seed=part + 30), source=None).tokens
+    assert learner.sources.keys() == {"domain-1"}
+    after = GuardedLearner.load(tmp_path / "saved", archive=tmp_path / "archive")  # nobody saved in between
+    assert after.sources.keys() == {"domain-2"}
+    for part in range(4):
+        seen = after.observe(domain(1, 500, seed=part + 30), source=None)
+    assert seen.source == "domain-1"
+    after.forget("domain-1")
+    after.forget("domain-2")
+    for part in range(4):
+        seen = after.observe(domain(1, 500, seed=part + 50), source=None)
+    assert after.overlays()[seen.source]["tokens"] <= 2000  # of these texts alone: what was forgotten is gone
+
+
 def test_unlabelled_texts_need_a_calibrated_base():
     learner = guarded()
     with pytest.raises(ValueError, match="call calibrate"):
@@ -136,14 +157,24 @@ def test_overlays_out_of_the_archive_are_known_again(home, tmp_path):
     learner.observe(domain(1, 100, seed=4), source="d1")  # back again, with what it knew
     assert learner.overlays()["d1"]["tokens"] == 1600
     assert learner.explained_by(domain(1, 100, seed=3)) == "d1"
-    assert [folder.name for folder in (tmp_path / "archive").iterdir()] == ["d2"]
+    assert {folder.name for folder in (tmp_path / "archive").iterdir()} == {"d1", "d2"}  # not saved yet
     with pytest.raises(ValueError, match="would not fit another base"):
         learner.consolidate("d1", {"x": domain(1, 100)}, tolerance=10.0)
+    twin = by_itself(home, archive=tmp_path / "other", max_overlays=2)
+    for number in (1, 2, 3):
+        twin.observe(domain(number, 500), source=f"d{number}")
+    twin.observe(domain(1, 500), source="d1")  # and so d2 had to make room
+    twin.forget("d2")
+    twin.consolidate("d3", {"x": domain(3, 100)}, tolerance=10.0).confirm()  # d1's own copy hinders nobody
+    assert not list((tmp_path / "other").iterdir())
+    assert twin.sources.keys() == {"d1"}
     with pytest.raises(ValueError, match="which saving replaces"):
         learner.save(tmp_path)
     assert "1,500 tokens of 'd2'" in learner.forget("d2")
-    assert not list((tmp_path / "archive").iterdir())
     learner.export("d1", tmp_path / "d1")
+    assert "1,600 tokens of 'd1'" in learner.forget("d1")
+    assert not list((tmp_path / "archive").iterdir())  # nothing of it comes back
+    learner.import_overlay(tmp_path / "d1", "d1")
     learner.import_overlay(tmp_path / "d1", "again")  # the limit holds for imports too
     assert learner.sources.keys() == {"again"}
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from made_up_results import CELLS, FORGETTING, GUARDED, MATCH, ROOT, SENSITIVITY, SHIFTS, Page, rendered
 
-from attractor.experiments import accounts, plots
+from attractor.experiments import accounts, plots, readings
 from attractor.experiments.charts import Box, keep_apart
 from attractor.experiments.readings import Result
 from attractor.experiments.statistics import gain_fraction
@@ -112,6 +112,13 @@ def test_sensitivity_says_what_an_option_does(whole):
     drawn = accounts.sensitivity_plots(Result(Path("s.json"), SENSITIVITY))
     assert [chart.count("<circle") for chart in drawn.values()] == [2, 2]
     assert "&lt;top_k=2&gt;: overlap of A" in next(iter(drawn.values()))
+
+
+def test_means_leave_out_shifts_of_another_kind():
+    rows = SHIFTS["shifts"]["old"]["new"]
+    table = readings.overview("old", {"kjv": rows, "first-folio": rows, "paper-shift": rows})
+    assert table.caption == "Pretrained on old, 1 seed: mean over kjv"
+    assert readings.overview("old", {"first-folio": rows}).caption.endswith("mean over first-folio")
 
 
 def test_match_says_how_each_model_did(whole):

@@ -231,6 +231,10 @@ def test_unlabelled(run_folder, capsys):
     assert run("adapt", "taught", "--data", "c.txt", "a.txt", "--guard", "--device", "cpu", *rate) == 1
     assert "--max-overlays allows more" in capsys.readouterr().err
     assert run("adapt", "taught", "--data", "c.txt", "a.txt", *options, *rate) == 0
+    assert run("adapt", "taught-adapted", "--data", "b.txt", "--guard", "--device", "cpu", "--out", "y") == 1
+    assert "--max-overlays allows more" in capsys.readouterr().err  # and so it does
+    more = ("--guard", "--device", "cpu", "--out", "y", "--max-overlays", 2)
+    assert run("adapt", "taught-adapted", "--data", "b.txt", *more) == 0
     assert run("overlays", "taught-adapted", "list") == 0
     assert "domain-1" in capsys.readouterr().out
     assert run("adapt", "run", "--data", "c.txt", "--unlabelled", "--device", "cpu", "--out", "x") == 1

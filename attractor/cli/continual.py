@@ -1,5 +1,6 @@
 """attractor adapt|monitor"""
 
+import dataclasses
 import re
 import sys
 from dataclasses import dataclass, field
@@ -53,8 +54,8 @@ class Adapt:
     """With --guard, what else an overlay may change; tokens the base never saw need "embedding"."""
     switch_rate: float = GuardConfig.switch_rate
     """With --guard, for texts that change in between; instead of pausing paths that hardly count."""
-    max_overlays: int = GuardConfig.max_overlays
-    """With --guard, how many there may be."""
+    max_overlays: int | None = None
+    """With --guard, how many there may be (default: 8, or as many as the learner has been given)."""
     learn: Annotated[LearnConfig, tyro.conf.arg(name="")] = field(default_factory=LearnConfig)
     canary: str | None = None
     """What must not be forgotten: a name or a file (default: the run's own validation text)."""
@@ -127,9 +128,10 @@ class Adapt:
         pause = 0.0 if self.switch_rate else GuardConfig.pause
         mix = GuardConfig(
             learn=self.learn, prior=self.prior, attention=self.attention, attention_rank=self.attention_rank,
-            also=self.also, switch_rate=self.switch_rate, pause=pause, max_overlays=self.max_overlays,
+            also=self.also, switch_rate=self.switch_rate, pause=pause,
         )  # fmt: skip
-        if not self.guard and (self.unlabelled or mix != GuardConfig(learn=self.learn)):
+        given = self.unlabelled or self.max_overlays is not None or mix != GuardConfig(learn=self.learn)
+        if not self.guard and given:
             raise ValueError("settings of the guard were given without --guard")
         found = find_model(out / "learner" if self.resume else self.run_folder)
         if not self.resume and (out / "learner").exists():
@@ -146,6 +148,8 @@ class Adapt:
         learner: OnlineLearner | GuardedLearner
         if self.guard:
             learner = GuardedLearner.load(found, None if has_settings else mix, device=device)
+            if self.max_overlays is not None:
+                learner.config = dataclasses.replace(learner.config, max_overlays=self.max_overlays)
         else:
             learner = OnlineLearner.load(found, None if has_settings else self.learn, device=device)
         learner.notes = learner.notes if self.resume else {}

@@ -47,6 +47,9 @@ class Consolidation:
         learner = self._close()
         learner.consolidated.append(self.name)
         learner.usual = Surprise()
+        if learner.archive is not None:  # what was there of our overlays is over the old base
+            for name in learner.archive.names():
+                learner.archive.remove(name)
 
     def revert(self) -> None:
         """Everything is as before, to the bit."""
@@ -70,7 +73,7 @@ def consolidate(
         raise ValueError("without canaries nobody knows what must not suffer: give one text or more")
     if learner.config.learn.scale_factor != 1:
         raise ValueError("a base has no scale_factor of its own: consolidation needs scale_factor=1")
-    if learner.archive is not None and learner.archive.names():
+    if learner.archive is not None and set(learner.archive.names()) - learner.sources.keys():
         raise ValueError(f"overlays in {learner.archive.folder} would not fit another base: move them first")
     held = learner.sources[learner._known(name)]
     learner.flush()

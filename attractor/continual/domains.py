@@ -40,7 +40,7 @@ def usual_in(values: Any) -> tuple[Usual, ...]:
     """Out of a file that anybody may have written, or a ValueError."""
     try:
         found = tuple(Usual(*map(float, piece)) for piece in values)[-REMEMBERED:]
-    except TypeError as error:
+    except (TypeError, OverflowError) as error:
         raise ValueError(f"{values!r} does not tell what an overlay is used to") from error
     if not all(math.isfinite(number) for piece in found for number in piece):
         raise ValueError("what an overlay is used to has numbers that are not finite")
@@ -141,7 +141,8 @@ def observe(learner: Paths, tokens: np.ndarray) -> Observation:
             if len(learner.unclaimed) < learner.config.patience:
                 continue
             waiting = np.concatenate(learner.unclaimed)
-            if (name := who_returns(learner, waiting)) is None:
+            name = who_returns(learner, waiting) if len(waiting) > 1 else None
+            if name is None:
                 name = _new_name(learner)
                 log.info("nothing known explains the text: overlay %r is opened for it", name)
             done = done.then(learner.observe(waiting, source=name))

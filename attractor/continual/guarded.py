@@ -115,9 +115,7 @@ class GuardedLearner:
             raise
         if is_new:
             self._make_room()
-            self.sources[source] = held
-            if self.archive is not None:
-                self.archive.remove(source)
+            self.sources[source] = held  # its copy in the archive stays: ours is not saved yet
         self._account(source, held, tokens, seen)
         return seen
 
@@ -320,6 +318,8 @@ class GuardedLearner:
         """Forget an overlay altogether. Without any overlay the predictions are the base's, to the bit."""
         self._settled()
         del self.sources[self._known(name)]
+        if self.archive is not None:  # an earlier state of it, should it have been there
+            self.archive.remove(name)
 
     def rollback(self, name: str, version: int) -> None:
         """Back to an earlier version of an overlay, to the bit; later ones are gone, and so are moments."""

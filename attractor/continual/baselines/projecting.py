@@ -1,5 +1,6 @@
 """What GEM and A-GEM share: they do not move against the gradients of old texts."""
 
+import copy
 from typing import Literal, Unpack, get_args
 
 import torch
@@ -35,22 +36,33 @@ class Projecting(Baseline):
         raise NotImplementedError
 
     def project_gradients(self) -> None:
-        self._old = self.old_gradients()
-        if self.of == "gradient":
-            gradient = flatten(parameter.grad for parameter in self.trainable)
-            projected = self.project(gradient, self._old)
-            if projected is not gradient:
-                write_gradients(projected, self.trainable)
+        old = self.old_gradients()
+        if self.of == "step":
+            self._old = old
+            return
+        gradient = flatten(parameter.grad for parameter in self.trainable)
+        projected = self.project(gradient, old)
+        if projected is not gradient:
+            write_gradients(projected, self.trainable)
 
     @torch.no_grad()
     def take_step(self) -> None:
         if self.of == "gradient":
             return super().take_step()
         before = [parameter.clone() for parameter in self.trainable]
-        super().take_step()
-        way = flatten(old - new for old, new in zip(before, self.trainable, strict=True))
-        projected = self.project(way, self._old)
-        if projected is not way:
-            pieces = projected.split([parameter.numel() for parameter in self.trainable])
-            for parameter, old, piece in zip(self.trainable, before, pieces, strict=True):
-                parameter.copy_(old.double() - piece.view_as(old))
+        moments = copy.deepcopy(self.optimizer.state_dict())
+        try:
+            super().take_step()
+            way = flatten(old - new for old, new in zip(before, self.trainable, strict=True))
+            projected = self.project(way, self._old)
+            if projected is not way:
+                pieces = projected.split([parameter.numel() for parameter in self.trainable])
+                for parameter, old, piece in zip(self.trainable, before, pieces, strict=True):
+                    parameter.copy_(old.double() - piece.view_as(old))
+        except BaseException:
+            for parameter, old in zip(self.trainable, before, strict=True):
+                parameter.copy_(old)
+            self.optimizer.load_state_dict(moments)
+            raise
+        finally:
+            del self._old
