@@ -166,8 +166,10 @@ def test_overlays_out_of_the_archive_are_known_again(home, tmp_path):
     twin.observe(domain(1, 500), source="d1")  # and so d2 had to make room
     twin.forget("d2")
     twin.consolidate("d3", {"x": domain(3, 100)}, tolerance=10.0).confirm()  # d1's own copy hinders nobody
+    assert [place.name for place in (tmp_path / "other").iterdir()] == ["d1"]
+    twin.save(tmp_path / "saved")  # only now is there another
     assert not list((tmp_path / "other").iterdir())
-    assert twin.sources.keys() == {"d1"}
+    assert GuardedLearner.load(tmp_path / "saved", archive=tmp_path / "other").sources.keys() == {"d1"}
     with pytest.raises(ValueError, match="which saving replaces"):
         learner.save(tmp_path)
     assert "1,500 tokens of 'd2'" in learner.forget("d2")

@@ -47,9 +47,6 @@ class Consolidation:
         learner = self._close()
         learner.consolidated.append(self.name)
         learner.usual = Surprise()
-        if learner.archive is not None:  # what was there of our overlays is over the old base
-            for name in learner.archive.names():
-                learner.archive.remove(name)
 
     def revert(self) -> None:
         """Everything is as before, to the bit."""

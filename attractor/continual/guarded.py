@@ -387,7 +387,10 @@ class GuardedLearner:
     # --- files
 
     def save(self, folder: str | Path) -> None:
-        """The base, and for every overlay its versions; loading gives the same predictions to the bit."""
+        """The base, and for every overlay its versions; loading gives the same predictions to the bit.
+
+        What came back from the archive is no longer there afterwards.
+        """
         if self.consolidation is not None:
             raise ValueError("a consolidation waits: confirm or revert it before saving")
         if self.archive is not None and self.archive.folder.resolve().is_relative_to(Path(folder).resolve()):
@@ -415,6 +418,8 @@ class GuardedLearner:
             (partial / "guard.json").write_text(json.dumps(state, indent=2))
 
         write_folder(Path(folder), fill)
+        for name in (*self.sources, *self.consolidated) if self.archive is not None else ():
+            self.archive.remove(name)  # an earlier state: this one is safe now
 
     @classmethod
     def load(

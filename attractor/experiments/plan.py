@@ -145,10 +145,6 @@ def domain(plan: Plan, folder: Path, name: str) -> Text:
     return Text(train, validation, test)
 
 
-def base_name(kind: str, source: str, seed: int) -> str:
-    return f"{kind}-{source}-{seed}"
-
-
 def load_base(folder: Path, name: str, device: torch.device) -> GPT:
     return GPT.from_pretrained(find_model(folder / "pretrained" / name), device=device).eval()
 

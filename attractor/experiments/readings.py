@@ -94,7 +94,7 @@ def bench_of(values: Mapping[str, Any]) -> Bench:
             for method, cell in cells.items()
         }
     stream = values["stream"]
-    told = {"rate": stream["rate"], "seeds": [{**stream, **transfer(stream["matrix"], stream["order"])}]}
+    told = {"rate": stream["rate"], "seeds": [stream]}
     return Bench(found, {"order": stream["order"], "methods": {GUARDED: told}})
 
 
@@ -105,12 +105,15 @@ def provenance(values: Mapping[str, Any]) -> dict[str, str]:
     machine = made.get("machine") or {}
     threads = f"CPU, {machine['cpu_threads']} threads" if machine else "unknown"
     devices = dict.fromkeys((part.get("machine") or {}).get("gpu") or threads for part in parts)
-    return {
+    told = {
         "Size": str(values.get("size", "unknown")), "Seeds": _seeds(values),
         "Code": ", ".join(dict.fromkeys(map(_code, parts))),
         "Versions": ", ".join(f"{part} {v}" for part, v in made.get("versions", {}).items()) or "unknown",
         "Machine": ", ".join(devices),
     }  # fmt: skip
+    if twice := values.get("pretrained_twice"):
+        told["Pretrained twice"] = ", ".join(twice)
+    return told
 
 
 def _code(made: Mapping[str, Any]) -> str:

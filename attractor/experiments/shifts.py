@@ -181,7 +181,7 @@ def summary(cells: Sequence[Values], full: Sequence[Values], old: Sequence[str])
             "B_over_full": math.exp(float(np.mean([np.mean(part) for part in against]))),
             "B_over_full_interval": [math.exp(bound) for bound in interval(against)],
             "gain": float(np.mean(gains)),
-            "hypervolume": float(np.mean([hypervolume([point]) for point in zip(gains, lost, strict=True)])),
+            "hypervolume": float(np.mean(list(map(hypervolume, gains, lost)))),
         }  # fmt: skip
     return told
 

@@ -37,22 +37,13 @@ def gain_fraction(start: float, after: float, best_full: float) -> float:
     return (start - after) / (start - best_full) if best_full < start else math.nan
 
 
-def hypervolume(points: Sequence[tuple[float, float]], worst: float = 1.0) -> float:
-    """The area that (gain, forgetting) points dominate: gain from 0 up, forgetting from `worst` nats down.
+def hypervolume(gain: float, lost: float, worst: float = 1.0) -> float:
+    """The area that a point dominates: gain from 0 up, forgetting from `worst` nats down to none.
 
-    A method that gains all that full fine-tuning gains, and forgets nothing, has area `worst`. Gains that are
-    no numbers have no area: NaN.
+    A method that gains all that full fine-tuning gains, and forgets nothing, has area `worst`. A gain that is
+    no number has no area: NaN.
     """
-    if any(math.isnan(gain) for gain, _ in points):
-        return math.nan
-    reached = sorted(((gain, lost) for gain, lost in points if gain > 0 and lost < worst), reverse=True)
-    area, least = 0.0, worst
-    for gain, lost in reached:  # the largest gain first: each adds the strip below what was covered so far
-        lost = max(lost, 0.0)
-        if lost < least:
-            area += gain * (least - lost)
-            least = lost
-    return area
+    return math.nan if math.isnan(gain) else max(gain, 0.0) * max(worst - max(lost, 0.0), 0.0)
 
 
 def transfer(matrix: Sequence[dict[str, float]], order: Sequence[str]) -> dict[str, float]:
