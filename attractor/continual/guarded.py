@@ -418,8 +418,9 @@ class GuardedLearner:
             (partial / "guard.json").write_text(json.dumps(state, indent=2))
 
         write_folder(Path(folder), fill)
-        for name in (*self.sources, *self.consolidated) if self.archive is not None else ():
-            self.archive.remove(name)  # an earlier state: this one is safe now
+        if self.archive is not None:
+            for name in (*self.sources, *self.consolidated):
+                self.archive.remove(name)  # an earlier state: this one is safe now
 
     @classmethod
     def load(
