@@ -21,6 +21,7 @@ from attractor import checkpoint
 from attractor.config import APNConfig, GPTConfig, RunConfig, TrainConfig
 from attractor.data import prepare, windows
 from attractor.evaluate import evaluate
+from attractor.experiments.table1 import train_and_measure
 from attractor.layer import APN
 from attractor.model import GPT
 from attractor.trainer import NotFiniteLoss, learning_rate, make_optimizer
@@ -353,3 +354,13 @@ def test_strange_metrics_do_not_stop_a_run(dataset, tmp_path):
     steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(steps)
     assert steps[-1] == 6
+
+
+def test_many_models_after_another_are_all_compiled(dataset, tmp_path, monkeypatch):
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, mode: real(model, backend="eager"))
+    with torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        for layers in (1, 2):
+            config = config_for(dataset, max_steps=1, compile=True)
+            config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=layers))
+            train_and_measure(config, dataset, tmp_path / str(layers), device="cpu", report=lambda _: None)

@@ -104,11 +104,16 @@ def write(writes: Sequence[Write], undo: Undo) -> None:
     alike: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}  # torch copies many at once only then
     for target, rows, values in writes:
         if rows is None:
-            undo.append(Overwritten(target, _every_row(len(target), target.device), target.clone()))
             targets, sources = alike.setdefault((target.device, target.dtype, values.dtype), ([], []))
             targets.append(target)
             sources.append(values)
     for targets, sources in alike.values():
+        old = [torch.empty_like(target) for target in targets]
+        torch._foreach_copy_(old, targets)
+        undo += [
+            Overwritten(target, _every_row(len(target), target.device), before)
+            for target, before in zip(targets, old, strict=True)
+        ]
         torch._foreach_copy_(targets, sources)
     for target, rows, values in writes:
         if rows is not None:
