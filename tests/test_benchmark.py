@@ -327,8 +327,7 @@ def test_each_model_is_trained_the_way_that_suits_it(texts, tmp_path, monkeypatc
             small, high = "characters" in dataset, "APN" in name
             rates = (0.001, 0.002, 0.004, 0.008) if high else (0.0005, 0.001, 0.002)
             tried = (0.1, 1.0) if small else rates
-            own = [float(rung) for rung in row["first_seed"]]  # byte pairs take what is best for bytes
-            assert own == ([tried[-1] if high else tried[0]] if "pairs" in dataset else list(tried))
+            assert [float(rung) for rung in row["first_seed"]] == list(tried)
             assert float(row["way"].split()[-1]) == (tried[-1] if high else tried[0]), (dataset, name)
             assert row["at_edge"] == (not small)  # of two, one is always at an edge
             assert len(row["val_loss"]) == 3

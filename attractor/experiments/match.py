@@ -6,8 +6,8 @@ Characters of one text, bytes of a mixture, byte pairs of the same mixture. No m
 another: the same steps and batches; the best validation loss of each counts, and whoever diverges has none.
 The one text is small and is learned by heart: there all have dropout, stop early, and each has the weight
 decay that suits it best of the same two; APN has patch dropout. On the mixture nobody has any of that, there
-are three passes at most, and each has the learning rate that suits it best on the same ladder, on bytes. The
-first seed chooses, for all. Dense is also there with the start that APN has by default, and experts have it:
+are three passes at most, and each has the learning rate that suits it best on the same ladder. The first seed
+chooses, for all. Dense is also there with the start that APN has by default, and experts have it:
 at small widths that is worth more than the kind of FFN.
 """
 
@@ -95,8 +95,6 @@ class Data(NamedTuple):
     members: list[str]
     is_small: bool = False
     """A small text is learned by heart: models keep the plan's dropout there. Elsewhere they have none."""
-    like: str | None = None
-    """The dataset whose choices it takes."""
 
     @property
     def passes(self) -> int | None:
@@ -126,7 +124,7 @@ def _trained(config: RunConfig, **changes: Any) -> RunConfig:
 def datasets(bench: Benchmark) -> dict[str, Data]:
     mixture = list(bench.mixture)
     return {f"{HOME}, characters": Data("char", [HOME], True), "mixture, bytes": Data("byte", mixture),
-            "mixture, byte pairs": Data("bpe", mixture, like="mixture, bytes")}  # fmt: skip
+            "mixture, byte pairs": Data("bpe", mixture)}  # fmt: skip
 
 
 def run(bench: Benchmark, result: Path) -> dict[str, Any]:
@@ -141,30 +139,25 @@ def run(bench: Benchmark, result: Path) -> dict[str, Any]:
     tried = bench.answer(
         {
             (dataset, name): climb(text.ladder, partial(cell, dataset, name, 0))
-            for dataset, text in data.items() if text.like is None for name in configs
+            for dataset, text in data.items() for name in configs
         }
     )  # fmt: skip
     best = {key: best_rate(told) for key, told in tried.items()}
-    chosen = {
-        (dataset, name): best[text.like or dataset, name]["rate"]
-        for dataset, text in data.items() for name in configs
-    }  # fmt: skip
     cells = {
-        (key, seed): cell(*key, seed, rung)
+        (key, seed): cell(*key, seed, choice["rate"])
         for seed in range(bench.plan.seeds)  # one after the other: whoever stops in between has whole ones
-        for key, rung in chosen.items()
+        for key, choice in best.items()
     }
     done = bench.answer({"": ask_each(cells)})[""]
     found: dict[str, dict[str, Any]] = {}
-    for key, rung in chosen.items():
+    for key, choice in best.items():
         dataset, name = key
         parts = [done[key, seed] for seed in range(bench.plan.seeds)]
-        choice, seen = (data[dataset].like or dataset, name), tried.get(key, {rung: parts[0]})
         found.setdefault(dataset, {})[name] = {
             "val_loss": [part["val_loss"] for part in parts],
-            "way": f"{'weight decay' if data[dataset].is_small else 'rate'} {rung:g}",
-            "at_edge": best[choice]["at_edge"] and len(data[dataset].ladder) > 2,
-            "first_seed": {str(other): told["val_loss"] for other, told in sorted(seen.items())},
+            "way": f"{'weight decay' if data[dataset].is_small else 'rate'} {choice['rate']:g}",
+            "at_edge": choice["at_edge"] and len(data[dataset].ladder) > 2,
+            "first_seed": {str(rung): told["val_loss"] for rung, told in sorted(tried[key].items())},
             "best_step": [part["best_step"] for part in parts],
             "parameters": parts[0]["parameters"],
             "multiply_adds_per_token": parts[0]["multiply_adds_per_token"],
