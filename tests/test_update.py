@@ -1,6 +1,7 @@
 """Patch-local steps: exact locality, agreement with torch's optimizers, caps, all or nothing."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from attractor.continual.update import (
     all_finite,
     most_specific,
     taught_patches,
+    used_patches,
 )
-from attractor.layer import PATCH_ROLES, ROLES
+from attractor.layer import PATCH_ROLES, ROLES, RoutingStats
 
 EVERYTHING_BY_PATCH = ("decoders", "gates", "prototypes")
 
@@ -208,6 +210,27 @@ def test_all_or_nothing(rule, bad):
         for layer, old in zip(layers.values(), before, strict=True):
             assert all(torch.equal(new, old[key]) for key, new in bytes_of(layer, update).items())
         update.step({"first": torch.tensor([0]), "second": torch.tensor([0])})  # the bad row is not asked for
+
+
+def test_used_patches_of_unequal_layers():
+    torch.manual_seed(0)
+    nothing = torch.zeros(())
+    stats = {}
+    for number, (patches, active) in enumerate([(7, 2), (4, 3), (9, 1)]):
+        indices = torch.rand(3, 5, patches).topk(active).indices
+        indices[0, 0] = -1  # this token was not finite
+        weights = torch.rand(3, 5, active)
+        weights[weights < 0.3] = 0  # and these slots were dropped
+        stats[number] = RoutingStats(indices, weights, nothing, nothing, nothing, nothing, nothing, patches)
+    counted, admitted = torch.rand(3, 5) < 0.7, torch.rand(3, 5) < 0.5
+    chosen, counts = used_patches(stats, counted, admitted)
+    for number, found in stats.items():
+        slots = [*itertools.product(range(3), range(5), range(found.indices.shape[-1]))]
+        seen = [int(found.indices[slot]) for slot in slots if counted[slot[:2]]]
+        taught = {int(found.indices[slot]) for slot in slots
+                  if counted[slot[:2]] and admitted[slot[:2]] and found.weights[slot] > 0}  # fmt: skip
+        assert counts[number].tolist() == [seen.count(patch) for patch in range(found.num_patches)]
+        assert chosen[number].nonzero().flatten().tolist() == sorted(taught - {-1})
 
 
 def test_taught_patches():

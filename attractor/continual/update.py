@@ -11,6 +11,7 @@ the parameters nor of their own state. A step happens for all layers or, if anyt
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -143,20 +144,22 @@ def taught_patches(stats: RoutingStats, taught: Tensor | None = None) -> Tensor:
 def used_patches(
     stats: Mapping[Any, RoutingStats], counted: Tensor, admitted: Tensor
 ) -> tuple[dict[Any, Tensor], dict[Any, Tensor]]:
-    """For each layer: which patches admitted tokens selected (K), and how often all counted ones each (K)."""
-    chosen, counts = {}, {}
-    for number, found in stats.items():
-        slots = found.indices.masked_fill(~counted[..., None], -1)
-        counts[number] = _tally(slots, found.num_patches)
-        idle = (found.weights == 0) | ~admitted[..., None]  # also what patch dropout removed
-        chosen[number] = _tally(slots.masked_fill(idle, -1), found.num_patches) > 0
-    return chosen, counts
+    """For each layer: which patches admitted tokens selected (K), and how often all counted ones each (K).
 
+    All layers at once: each would be a dozen tiny kernels. Unlike `bincount` it never waits for the GPU.
+    """
+    sizes = [found.num_patches + 1 for found in stats.values()]  # one more for -1, which is none
+    located = zip(stats.values(), itertools.accumulate([1, *sizes[:-1]]), strict=True)
+    places = torch.cat([(found.indices + start).flatten() for found, start in located])
+    seen = torch.cat([counted[..., None].expand_as(found.indices).flatten() for found in stats.values()])
+    # but not what patch dropout removed
+    taught = torch.cat([((found.weights != 0) & admitted[..., None]).flatten() for found in stats.values()])
 
-def _tally(patches: Tensor, count: int) -> Tensor:
-    """(count) how often each patch is named; -1 is none. Unlike `bincount` it never waits for the GPU."""
-    places = patches.flatten() + 1
-    return places.new_zeros(count + 1).scatter_add_(0, places, torch.ones_like(places))[1:]
+    def tally(slots: Tensor) -> dict[Any, Tensor]:
+        named = places.new_zeros(sum(sizes)).scatter_add_(0, places, slots.to(places.dtype))
+        return {number: part[1:] for number, part in zip(stats, named.split(sizes), strict=True)}
+
+    return {number: often > 0 for number, often in tally(seen & taught).items()}, tally(seen)
 
 
 def most_specific(patches: Tensor, used_here: Tensor, used_before: Tensor, most: int) -> Tensor:
@@ -176,10 +179,14 @@ def _length(moved: Sequence[tuple[Part, Tensor]]) -> Tensor:
     return torch.stack(own).norm(dim=0) if own else torch.zeros(1, device=moved[0][1].device)
 
 
-def _unbiased(averages: Tensors, decay: float, ages: list[Tensor]) -> list[Tensor]:
-    """What averages that began at zero would be without that."""
-    # not _foreach_pow: on a GPU it takes the base for a whole number too, and 0.9 becomes 0
-    return [average / (1 - decay**age) for average, age in zip(averages, ages, strict=True)]
+def _unbiased(averages: Tensors, decay: float, ages: Tensors) -> list[Tensor]:
+    """What averages that began at zero would be without that; each row has its own age."""
+    # at once, but not by _foreach_pow: on a GPU it takes the base for a whole number too, and 0.9 becomes 0
+    known = 1 - decay ** torch.cat([age.to(ages[0].device) for age in ages])
+    return [
+        average / share.to(average.device).view(-1, *[1] * (average.dim() - 1))
+        for average, share in zip(averages, known.split([len(age) for age in ages]), strict=True)
+    ]
 
 
 def _by_key(parts: Sequence[Part], values: Sequence[Tensor]) -> dict[str, Tensor]:
@@ -301,11 +308,9 @@ class LocalUpdate:
                 (self.state[f"{part.key}.{name}"], part.rows, values)
                 for part, values in zip(parts, new, strict=True)
             ]
-        # each patch has its own age
-        ages = [step.view(-1, *[1] * (mean.dim() - 1)) for step, mean in zip(steps, means, strict=True)]
-        spread = torch._foreach_sqrt(_unbiased(squares, config.beta2, ages))
+        spread = torch._foreach_sqrt(_unbiased(squares, config.beta2, steps))
         torch._foreach_add_(spread, EPSILON)
-        changes = _unbiased(torch._foreach_mul(means, -self.learning_rate), config.beta1, ages)
+        changes = _unbiased(torch._foreach_mul(means, -self.learning_rate), config.beta1, steps)
         torch._foreach_div_(changes, spread)
         return _by_key(parts, changes)
 

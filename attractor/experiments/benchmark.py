@@ -139,11 +139,12 @@ class Benchmark:
             name: value for name, value in plan.items()
             if isinstance(value, int | float | None) and name not in told
         }  # fmt: skip
-        shape = {name: plan[name] for name in ("model", "apn", "moe", "train")}
+        if "config" not in settings:  # of a model that another cell made
+            shape = {name: plan[name] for name in ("model", "apn", "moe", "train")}
+            settings["models"] = hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()
         return {
             "attractor": __version__, "kind": kind, "size": self.size, "device": self.device,
-            "texts": hashes, "recipe": recipe,
-            "models": hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest(), **settings,
+            "texts": hashes, "recipe": recipe, **settings,
         }  # fmt: skip
 
     def pretrain(self, model: str, source: str, seed: int, variant: Variant | None = None) -> Cells:

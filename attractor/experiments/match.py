@@ -65,10 +65,11 @@ def models(bench: Benchmark) -> dict[str, RunConfig]:
     run, dim, apn = plan.config(DENSE, 0), plan.model.dim, plan.apn
     largest = dataclasses.replace(apn, num_patches=4 * apn.num_patches)
     experts = plan.moe.num_experts
+    larger = dataclasses.replace(plan.moe, num_experts=experts_like(plan.model, largest))
     mixtures: dict[str, tuple[FFNName, MoEConfig]] = {
-        "MoE, equal parameters": ("moe", MoEConfig(num_experts=experts, hidden=4 * dim // experts)),
-        "MoE, equal multiply-adds": ("moe", MoEConfig(num_experts=experts)),
-        "MoE, as large as the largest": ("moe", MoEConfig(num_experts=experts_like(plan.model, largest))),
+        "MoE, equal parameters": ("moe", dataclasses.replace(plan.moe, hidden=4 * dim // experts)),
+        "MoE, equal multiply-adds": ("moe", plan.moe),
+        "MoE, as large as the largest": ("moe", larger),
         "Switch, equal parameters": (
             "switch", MoEConfig(num_experts=experts // 2, hidden=8 * dim // experts)),
         "Switch, equal multiply-adds": ("switch", MoEConfig(num_experts=experts // 2)),
