@@ -73,6 +73,11 @@ def test_cells_say_where_they_come_from(tmp_path, monkeypatch):
     assert [(part["commit"], part["cells"]) for part in told] == [("one", 2), ("two", 1)]
     assert provenance({"cells": told, "provenance": {"commit": "two"}})["Code"] == "one, two"
     assert provenance({"provenance": {"commit": "two"}})["Code"] == "two"
+    older = {**told[0], "versions": {"torch": "1.0"}}
+    shown = provenance({"cells": [older, *told], "provenance": {"versions": {"torch": "9.0"}}})["Versions"]
+    assert (
+        shown.startswith("torch 1.0; attractor") and shown.count("torch") == 2
+    )  # not of who put it together
 
 
 def test_other_settings_are_another_cell(tmp_path):

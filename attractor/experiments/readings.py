@@ -108,7 +108,7 @@ def provenance(values: Mapping[str, Any]) -> dict[str, str]:
     told = {
         "Size": str(values.get("size", "unknown")), "Seeds": _seeds(values),
         "Code": ", ".join(dict.fromkeys(map(_code, parts))),
-        "Versions": ", ".join(f"{part} {v}" for part, v in made.get("versions", {}).items()) or "unknown",
+        "Versions": "; ".join(dict.fromkeys(map(_versions, parts))),
         "Machine": ", ".join(devices),
     }  # fmt: skip
     if twice := values.get("pretrained_twice"):
@@ -119,6 +119,10 @@ def provenance(values: Mapping[str, Any]) -> dict[str, str]:
 def _code(made: Mapping[str, Any]) -> str:
     changed = " with uncommitted changes" if made.get("uncommitted_changes") else ""
     return (made.get("commit") or "unknown")[:12] + changed
+
+
+def _versions(made: Mapping[str, Any]) -> str:
+    return ", ".join(f"{part} {v}" for part, v in made.get("versions", {}).items()) or "unknown"
 
 
 def _seeds(values: Mapping[str, Any]) -> str:
