@@ -90,6 +90,7 @@ class Trainer:
         if train.compile or (train.compile is None and on_gpu):
             # CUDA graphs: the APN kernels are short, and launching them one by one takes longer than running
             use_graphs = on_gpu and world.size == 1 and train.accumulation == 1
+            torch.compiler.reset()  # of one function it keeps eight models; further ones would run slowly
             self.compiled = torch.compile(self.spread, mode="reduce-overhead" if use_graphs else "default")
         self.optimizer = make_optimizer(self.model, train, fused=on_gpu)
         self.checkpoints = Checkpoints(self.folder)

@@ -21,7 +21,6 @@ from attractor import checkpoint
 from attractor.config import APNConfig, GPTConfig, RunConfig, TrainConfig
 from attractor.data import prepare, windows
 from attractor.evaluate import evaluate
-from attractor.experiments.table1 import train_and_measure
 from attractor.layer import APN
 from attractor.model import GPT
 from attractor.trainer import NotFiniteLoss, learning_rate, make_optimizer
@@ -363,4 +362,4 @@ def test_many_models_after_another_are_all_compiled(dataset, tmp_path, monkeypat
         for layers in (1, 2):
             config = config_for(dataset, max_steps=1, compile=True)
             config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=layers))
-            train_and_measure(config, dataset, tmp_path / str(layers), device="cpu", report=lambda _: None)
+            Trainer(config, dataset, tmp_path / str(layers)).run()

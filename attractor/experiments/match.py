@@ -7,8 +7,8 @@ another: the same steps and batches; the best validation loss of each counts, an
 The one text is small and is learned by heart: there all have dropout, stop early, and each has the weight
 decay that suits it best of the same two; APN has patch dropout. On the mixture nobody has any of that, there
 are three passes at most, and each has the learning rate that suits it best on the same ladder. The first seed
-chooses, for all. Dense is also there with the start that APN has by default, and experts have it:
-at small widths that is worth more than the kind of FFN.
+chooses, for all. Dense is also there with the start that APN has by default, and experts have it: at small
+widths that is worth more than the kind of FFN.
 """
 
 import dataclasses
@@ -19,13 +19,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attractor import presets
+from attractor import analysis, presets
 from attractor.config import APNConfig, FFNName, FFNStartName, GPTConfig, MoEConfig, RunConfig
 from attractor.experiments.benchmark import Benchmark, Cells, slug
 from attractor.experiments.grid import ask_each
 from attractor.experiments.plan import HOME, PAPER, TARGETS
 from attractor.experiments.rates import best_rate, climb, or_worst
 from attractor.experiments.result import write_result
+from attractor.layer import APN
 
 DENSE = "dense"
 MIXTURE = (HOME, *(name for name in TARGETS if name != PAPER))
@@ -54,9 +55,10 @@ def three_wide(model: GPTConfig, apn: APNConfig) -> APNConfig:
 
 
 def experts_like(model: GPTConfig, apn: APNConfig) -> int:
-    """As many experts of half a dense FFN, 4 d^2, as have the parameters of an APN layer."""
-    d, K, r = model.dim, apn.num_patches, apn.rank
-    return max(2, round((d * r + K * (d + 2 * r + r * d)) / (4 * d * d)))
+    """As many experts of half a dense FFN as have the parameters of an APN layer."""
+    layer = APN.from_config(model.dim, apn, device="meta")
+    total = analysis.parameter_counts(layer)["total"]
+    return max(2, round(total / (analysis.dense_multiply_adds(model.dim) / 2)))
 
 
 def models(bench: Benchmark) -> dict[str, RunConfig]:

@@ -69,7 +69,6 @@ def train_and_measure(
     config = dataclasses.replace(config, model=shape)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
-    torch.compiler.reset()  # it compiles a function for at most eight models, then runs it slowly
     trainer = Trainer(config, dataset, folder, device=device, report=report)
     if trainer.resume():
         report({"step": trainer.step})
