@@ -85,7 +85,7 @@ class World:
         return made if self.local_rank == 0 else make()
 
 
-def parse_device(name: str | None) -> torch.device:
+def parse_device(name: str | None, *, must_exist: bool = True) -> torch.device:
     """The device a person named, or the GPU if there is one; what this machine lacks is a ValueError."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -93,7 +93,7 @@ def parse_device(name: str | None) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"device={name!r} is unknown; say cpu, cuda or cuda:1") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    if must_exist and device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device={name!r}: torch sees {torch.cuda.device_count()} GPUs here")
     return device
 

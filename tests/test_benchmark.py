@@ -15,8 +15,10 @@ from attractor.config import APNConfig, RunConfig
 from attractor.continual.overlay import fingerprint
 from attractor.experiments import adapting, forgetting, match, rates, sensitivity, shifts, streams
 from attractor.experiments.benchmark import Benchmark, slug
+from attractor.experiments.grid import GridStopped, cell_file
 from attractor.experiments.methods import METHODS, Situation
 from attractor.experiments.plan import HOME, KINDS, PAPER, PAPER_BYTES, domain, plan_of, read_domains
+from attractor.experiments.result import write_result
 from attractor.model import GPT
 
 WORDS = {
@@ -374,6 +376,18 @@ def test_a_result_says_where_its_cells_come_from(bench):
         (told,) = bench.origins()
         assert told["cells"] == 1
         assert "cpu_threads" not in told["machine"]
+
+
+def test_cells_of_another_machine_are_summed_up_without_its_device(texts, tmp_path):
+    with pytest.raises(ValueError, match="cuda:99"):
+        Benchmark("smoke", tmp_path, domains=texts, device="cuda:99", minutes=1)
+    away = Benchmark("smoke", tmp_path, domains=texts, device="cuda:99", minutes=0)
+    cells = away.pretrain("dense", HOME, 0)
+    ((name, settings),) = cells.items()
+    write_result(cell_file(tmp_path, name), {"settings": settings, "values": {"val_loss": 1.0}})
+    assert away.run(cells) == {name: {"val_loss": 1.0}}
+    with pytest.raises(GridStopped, match="1 of 1 cells known so far wait"):
+        away.run(away.pretrain("dense", HOME, 1))
 
 
 def test_variants_change_one_thing(bench):

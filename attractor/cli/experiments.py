@@ -135,7 +135,8 @@ class Grid:
     jobs: int = 1
     """Cells that run side by side, in processes of their own."""
     minutes: float | None = None
-    """Start no cell later than this; the same command goes on with the rest."""
+    """Start no cell later than this; the same command goes on with the rest. 0: only sum up what is there,
+    also where the device is not."""
 
     def benchmark(
         self, name: str, mixture: tuple[str, ...] = MIXTURE, seeds: int | None = None

@@ -82,7 +82,7 @@ class Benchmark:
     device: str | None = None
     seeds: int | None = None  # fewer or more than the size has
     jobs: int = 1
-    minutes: float | None = None  # start no cell later than this
+    minutes: float | None = None  # start no cell later than this; 0 sums up what any machine has computed
     report: Report = lambda record: None
 
     def __post_init__(self) -> None:
@@ -90,7 +90,7 @@ class Benchmark:
         if self.seeds is not None:
             check_size("seeds", self.seeds)
             self.plan = dataclasses.replace(self.plan, seeds=self.seeds)
-        self.device = str(parse_device(self.device))
+        self.device = str(parse_device(self.device, must_exist=self.minutes != 0))
         sources = {name: name for name in (HOME, *TARGETS)} | dict(self.domains)
         self.targets = [name for name in sources if name != HOME]
         if unknown := set(self.mixture) - set(sources):
@@ -115,7 +115,7 @@ class Benchmark:
         with tensor_cores(torch.device(str(self.device))):  # what cells say about where they come from
             return run_inquiries(
                 inquiries, work, self.folder, jobs=self.jobs, report=report,
-                stop=lambda: late is not None and time.monotonic() > late, idle=self.idle,
+                stop=lambda: late is not None and time.monotonic() >= late, idle=self.idle,
             )  # fmt: skip
 
     def origins(self) -> list[dict[str, Any]]:
