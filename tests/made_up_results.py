@@ -56,7 +56,7 @@ def stream(rise: float, claimed: bool) -> dict:
         matrix.append({"old": 1.5 + rise * visit, "new": 3.0 - 0.3 * visit})
     claims = [{"base": 900, "nobody yet": 100}, {"domain <1>": 1000}, {"base": 1000}]
     told = {"order": ORDER, "matrix": matrix, "progressive": [1.4375, 2.8125, 1.5625], "seconds": 3.0,
-            "claimed": claims if claimed else [{}] * 3, "base_unchanged": True}  # fmt: skip
+            "claimed": claims if claimed else [{"the model": 1000}] * 3, "base_unchanged": True}  # fmt: skip
     overlays = {"overlays": {"domain <1>": {"tokens": 1000, "bytes": 4096}}} if claimed else {}
     return told | overlays | transfer(matrix, ORDER)
 

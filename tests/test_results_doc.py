@@ -1,5 +1,6 @@
 """Results become Markdown and figures by one command; damaged ones are refused."""
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -84,6 +85,21 @@ def test_figures_of_two_results_do_not_collide(tmp_path):
         results_doc.render(results, tmp_path / "results.md", tmp_path / "report.html")
 
 
+def test_no_table_stands_twice(tmp_path):
+    more = copy.deepcopy(SHIFTS)
+    (shift, rows), *_ = more["shifts"]["old"].items()
+    more["shifts"]["old"]["one more"] = copy.deepcopy(rows)
+    paths = put(tmp_path, shifts=SHIFTS, more=more)
+    files = results_doc.render([read(path) for path in paths], tmp_path / "r.md", tmp_path / "r.html")
+    captions = [line for line in files[tmp_path / "r.md"].splitlines() if line.endswith(":")]
+    assert captions.count(f"old \u2192 {shift}:") == captions.count("old \u2192 one more:") == 1
+    assert f"stand above: {shift}" in files[tmp_path / "r.md"]
+    more["shifts"]["old"][shift][next(iter(rows))]["bytes"] += 1  # no longer the same
+    put(tmp_path, more=more)
+    files = results_doc.render([read(path) for path in paths], tmp_path / "r.md", tmp_path / "r.html")
+    assert files[tmp_path / "r.md"].count(f"\nold \u2192 {shift}:") == 2
+
+
 def test_no_machine_paths(tmp_path):
     (path,) = put(tmp_path, shifts=SHIFTS)
     result = read(path)
@@ -100,6 +116,7 @@ def test_markdown_has_the_numbers_and_no_html(tmp_path):
     rows = [line for line in text.splitlines() if line.startswith("| APN, overlay + all |")]
     told = SHIFTS["shifts"]["old"]["new"]["APN, overlay + all"]
     assert any(f"| {told['alone']['B']:.3f} | {told['guarded']['B']:.3f} |" in row for row in rows)
+    assert "the model" not in text  # who has one path only has nothing to tell about paths
     assert sum(line.startswith("| dense, \\<script>alert(1)\\</script>") for line in text.splitlines()) == 3
 
 

@@ -285,7 +285,7 @@ def claim_tables(streams: Mapping[str, Any]) -> list[Table]:
                 lines.append(
                     [name(visit), *(Cell(f"{s:.1%}", s, heat=-s) if s else Cell(MISSING, s) for s in shares)]
                 )
-            if paths:
+            if len(paths) > 1:
                 columns = [Column("visit", words=True), *map(Column, paths)]
                 tables.append(Table(f"{method}, seed {at}: share of tokens by path", columns, lines))
     return tables

@@ -51,9 +51,10 @@ def render(results: Sequence[Result], docs: Path, out: Path) -> Files:
         raise ValueError(f"figures are named after results: several are called {sorted(twice)}; rename them")
     figures: Files = {}
     parts = [_head(results, docs, out), BEGIN, kept(docs), END]
+    above: list[Bench] = []
     for result, stem in zip(results, stems, strict=True):
         with result.whole():
-            text, drawn = _section(result, docs, stem)
+            text, drawn = _section(result, docs, stem, above)
         parts.append(text)
         figures |= {docs.parent / "figures" / name: svg for name, svg in drawn.items()}
     return {docs: "\n\n".join(parts) + "\n"} | figures
@@ -98,7 +99,7 @@ def _head(results: Sequence[Result], docs: Path, out: Path) -> str:
     )
 
 
-def _section(result: Result, docs: Path, stem: str) -> tuple[str, dict[str, str]]:
+def _section(result: Result, docs: Path, stem: str, above: list[Bench]) -> tuple[str, dict[str, str]]:
     facts = "; ".join(f"{name.lower()}: {plain(value)}" for name, value in provenance(result.values).items())
     source = f"`{result.path.name}`"
     if shown(result.path) != result.path.name or result.path.resolve().parent == Path.cwd().resolve():
@@ -111,8 +112,10 @@ def _section(result: Result, docs: Path, stem: str) -> tuple[str, dict[str, str]
     if result.experiment in ("shifts", "forgetting"):
         if result.experiment == "forgetting":
             parts += _tables([accounts.promises(result), accounts.harm(result)])
-        text, figures = _bench(bench_of(result.values), stem)
+        bench = bench_of(result.values)
+        text, figures = _bench(bench, stem, above)
         parts += text
+        above.append(bench)
     else:
         told = getattr(accounts, result.experiment)(result)
         parts += _tables([told] if isinstance(told, Table) else told)
@@ -126,7 +129,8 @@ def _tables(tables: Sequence[Table]) -> list[str]:
     return [part for table in tables for part in (f"{plain(table.caption)}:", markdown(table))]
 
 
-def _bench(bench: Bench, stem: str) -> tuple[list[str], dict[str, str]]:
+def _bench(bench: Bench, stem: str, above: Sequence[Bench]) -> tuple[list[str], dict[str, str]]:
+    """Figures and means of everything; no table twice: several results may have cells in common."""
     numbers = {method: number for number, method in enumerate(bench.methods)}
     parts = [LEGEND]
     figures: dict[str, str] = {}
@@ -150,8 +154,13 @@ def _bench(bench: Bench, stem: str) -> tuple[list[str], dict[str, str]]:
             figure(f"trajectories {source}", f"Loss of A against loss of B, {source}", sheet(ways, 2))
         )
         parts.append("The way of a few methods, alone, first seed; a large dot is where a run stopped.")
-        parts += _tables([shift_table(titles[shift], rows) for shift, rows in shifts.items()])
+        known = [shift for shift, rows in shifts.items() if _is_above(source, shift, rows, above)]
+        if known:
+            parts.append(f"The same figures, in full, stand above: {plain(', '.join(known))}.")
+        parts += _tables([shift_table(titles[s], rows) for s, rows in shifts.items() if s not in known])
     streams = bench.streams
+    if any(streams == part.streams for part in above):
+        return parts, figures
     heats = [heat_table(streams, method) for method in streams["methods"]]
     drawn = {table.caption: plots.heat(table) for table in heats}
     width = 92 + 74 * max(len(table.columns) - 1 for table in heats)
@@ -164,3 +173,7 @@ def _bench(bench: Bench, stem: str) -> tuple[list[str], dict[str, str]]:
         "Loss at the start, then what each visit made of it, in nats per byte; warm is worse, cool is better."
     )
     return [*parts, *_tables(claim_tables(streams))], figures
+
+
+def _is_above(source: str, shift: str, rows: Mapping[str, object], above: Sequence[Bench]) -> bool:
+    return any(rows.items() <= bench.shifts.get(source, {}).get(shift, {}).items() for bench in above)
