@@ -184,7 +184,7 @@ class MoEConfig(JSONConfig):
 
     num_experts: int = 8
     top_k: int = 2
-    """How many experts each token uses (moe). With 1 only the balance loss teaches the router."""
+    """How many experts each token uses (moe). With 1 the router learns by the noise alone."""
     hidden: int | None = None
     """Width of an expert (default: 4 * dim / top_k, to the nearest 16: a token costs what an MLP costs)."""
     noise: bool = True
@@ -216,6 +216,11 @@ class MoEConfig(JSONConfig):
                     'leave it out, or use ffn="moe"'
                 )
             return dataclasses.replace(self, top_k=1, noise=False)
+        if self.top_k == 1 and not self.noise:
+            raise ValueError(
+                "top_k=1 without noise: nothing would teach the router; use top_k=2, noise, or "
+                'ffn="switch", which weighs its one expert'
+            )
         if self.capacity_factor != MoEConfig.capacity_factor:
             raise ValueError(
                 f'capacity_factor={self.capacity_factor} needs ffn="switch"; "moe" never drops a token'

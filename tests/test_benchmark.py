@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from attractor.config import APNConfig, RunConfig
 from attractor.continual.overlay import fingerprint
 from attractor.experiments import adapting, forgetting, match, rates, sensitivity, shifts, streams
 from attractor.experiments.benchmark import Benchmark, slug
-from attractor.experiments.grid import GridStopped, cell_file
+from attractor.experiments.grid import CellsFailed, GridStopped, cell_file
 from attractor.experiments.methods import METHODS, Situation
 from attractor.experiments.plan import HOME, KINDS, PAPER, PAPER_BYTES, domain, plan_of, read_domains
 from attractor.experiments.result import write_result
@@ -373,9 +374,29 @@ def test_a_result_says_where_its_cells_come_from(bench):
     bench.origins()  # those of other tests
     for _ in range(2):
         bench.run(cells)
-        (told,) = bench.origins()
+        (told,) = bench.origins()["cells"]
         assert told["cells"] == 1
         assert "cpu_threads" not in told["machine"]
+
+
+def test_cells_without_their_models_say_what_to_do(bench, tmp_path, texts):
+    """A model that is trained again may be another one; then the result says so."""
+    cells = {**bench.pretrain("dense", HOME, 0), **bench.adapt("dense, full", HOME, "kjv", 0, 1e-2)}
+    bench.run(bench.pretrain("dense", HOME, 0))
+    away = Benchmark("smoke", tmp_path, domains=texts, device="cpu")
+    told = bench.run(cells)
+    shutil.copytree(bench.folder / "cells", tmp_path / "cells")
+    assert away.run(cells) == told
+    more = away.adapt("dense, full", HOME, "python", 0, 0.0123)  # which no test has computed
+    with pytest.raises(CellsFailed, match=r"Remove cells/pretrain-dense-shakespeare-0\.json"):
+        away.run(more)
+    (name,) = away.pretrain("dense", HOME, 0)
+    made = json.loads(cell_file(tmp_path, name).read_text())
+    made["values"]["base"] = "another"
+    cell_file(tmp_path, name).write_text(json.dumps(made))
+    again = Benchmark("smoke", tmp_path, domains=texts, device="cpu")
+    again.run(cells)
+    assert again.origins()["pretrained_twice"] == ["dense-shakespeare-0"]
 
 
 def test_cells_of_another_machine_are_summed_up_without_its_device(texts, tmp_path):

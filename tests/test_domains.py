@@ -19,6 +19,7 @@ from attractor.continual.config import GuardConfig, LearnConfig, UpdateConfig
 from attractor.continual.domains import Usual, owner, usual_in
 from attractor.continual.gates import Surprise
 from attractor.continual.guarded import GuardedLearner
+from attractor.continual.overlay import Overlay
 from attractor.data import Batches
 
 
@@ -80,7 +81,14 @@ def test_a_single_odd_piece_opens_nothing(home):
     for number in (0, 1, 0, 2, 0, 3, 0):
         learner.observe(domain(number, 100, seed=number + 40), source=None)
     assert not learner.sources
-    assert learner.totals.tokens == 400  # the odd pieces taught nobody and are not counted as learned
+    assert learner.totals.tokens == 700
+    assert learner.totals.held_back == {"unclaimed": 300}  # the odd pieces taught nobody
+    seen = learner.observe(np.concatenate([domain(1, 100), domain(0, 100), domain(2, 100)]), source=None)
+    assert (seen.tokens, seen.held_back, seen.source) == (
+        200,
+        {"unclaimed": 100},
+        "base",
+    )  # the last one waits
 
 
 def test_overlays_that_make_room_are_archived(home, tmp_path):
@@ -96,6 +104,27 @@ def test_overlays_that_make_room_are_archived(home, tmp_path):
     with pytest.raises(ValueError, match="or give an archive"):
         closed.observe(domain(2, 100), source="d2")
     assert closed.sources.keys() == {"d1"}
+
+
+def test_what_waits_for_an_update_is_learned_before_it_leaves(home, tmp_path):
+    """64 tokens make an update: of 100, 36 wait when the overlay has to make room."""
+    learner = by_itself(home, archive=tmp_path / "archive", max_overlays=1)
+    learner.observe(domain(1, 100), source="d1")
+    assert learner.sources["d1"].version == 1
+    learner.export("d1", tmp_path / "exported")
+    known = learner.overlays()["d1"]
+    assert (known["version"], known["kept"]) == (2, [1, 2])
+    exported, model = Overlay.load(tmp_path / "exported"), learner.sources["d1"].model
+    assert exported.notes["tokens"] == 100
+    assert same(weights(learner.new_source(exported).model), weights(model))
+    learner.observe(domain(2, 100), source="d2")
+    learner.observe(domain(1, 28, seed=4), source="d1")  # back again: it goes on to count
+    assert learner.overlays()["d1"]["version"] == 2
+    learner.observe(domain(1, 64, seed=5), source="d1")
+    learner.rollback("d1", 2)
+    assert same(weights(learner.sources["d1"].model), weights(model))
+    assert learner.overlays()["d1"]["tokens"] == 100
+    assert learner.flush().updates == 0
 
 
 def test_an_overlay_comes_back_from_the_archive_without_labels(home, tmp_path, caplog):

@@ -203,6 +203,8 @@ def test_noise_only_while_training():
     state = torch.get_rng_state()
     assert torch.equal(layer(x), layer(x))
     assert torch.equal(torch.get_rng_state(), state)
+    with pytest.raises(ValueError, match="nothing would teach the router"):
+        build(noise=False, top_k=1)
     silent = build(noise=False)
     assert silent.noise is None
     assert torch.equal(silent(x), silent(x))
@@ -212,7 +214,7 @@ def test_noise_only_while_training():
 @KINDS
 def test_balance_is_least_when_routing_is_even(kind):
     """Tokens spread over the axes, each expert looking along one of them; then all of them along one axis."""
-    layer = build(kind, dim=5, top_k=1, noise=False)
+    layer = build(kind, dim=5, top_k=1).eval()
     even = torch.eye(5, dtype=torch.float64).repeat(4, 1)
     with torch.no_grad():
         layer.router.copy_(4 * torch.eye(5))

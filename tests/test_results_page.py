@@ -1,5 +1,6 @@
 """Results become a page: whole, escaped, with the JSON's numbers."""
 
+import copy
 import json
 import math
 import re
@@ -245,6 +246,19 @@ def test_where_dense_full_gained_nothing_nobody_has_a_share_of_it():
     assert "\u2013" in [cell[0] for cell in shown]
     assert "nan" not in text.lower()
     assert "mean over &lt;i&gt;other&lt;/i&gt;<" in text  # without the shift that has no gains
+
+
+def test_a_stream_that_diverged_is_shown():
+    """Python at a rate that only suited the Bible: what came afterwards is null in JSON."""
+    values = copy.deepcopy(SHIFTS)
+    (method, part), *_ = values["streams"]["methods"].items()
+    seed = part["seeds"][0]
+    seed["progressive"][-1] = None
+    seed["matrix"][-1] = dict.fromkeys(seed["matrix"][-1])
+    page = Page(rendered(values))
+    for caption in ("The stream", "Progressive loss"):
+        (shown,) = [row for row in page.table(caption) if row[0][0] == method]
+        assert "not finite" in [cell[0] for cell in shown], caption
 
 
 def test_intervals_of_gains_are_those_of_b():

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from attractor.experiments.statistics import gain_fraction, hypervolume, interval, transfer
+from attractor.experiments.statistics import _t_95, gain_fraction, hypervolume, interval, transfer
 
 
 def test_intervals():
@@ -23,6 +23,31 @@ def test_intervals_cover_what_another_text_and_other_seeds_would_give(seeds):
         low, high = interval(table + chance.normal(0, 0.02, (seeds, 60)), samples=200, seed=trial)
         covered += low <= 1.0 <= high
     assert covered >= 184  # 92 % of 200
+
+
+def test_neighbouring_blocks_are_not_independent():
+    """Of what goes up and down slowly, single blocks would promise too much: four in five cover."""
+    chance = np.random.default_rng(0)
+    covered = 0
+    for trial in range(300):
+        blocks = [0.0]
+        for _ in range(99 + 50):
+            blocks.append(0.35 * blocks[-1] + chance.normal())
+        low, high = interval([blocks[-99:]], samples=300, seed=trial)
+        covered += low <= 0.0 <= high
+    assert covered >= 0.88 * 300
+
+
+def test_intervals_are_around_the_mean_of_everything():
+    """The last few tokens make no whole block; the mean counts them."""
+    low, high = interval([[0.0, 1.0] * 20])
+    assert interval([[0.0, 1.0] * 20], 0.6) == pytest.approx((low + 0.1, high + 0.1))
+
+
+def test_students_t_goes_on_beyond_the_table():
+    """Against the usual tables."""
+    for freedom, known in ((2, 4.303), (9, 2.262), (10, 2.228), (30, 2.042), (100, 1.984)):
+        assert known - 1e-3 <= _t_95(freedom) <= 1.01 * known
 
 
 def test_gains_and_areas():

@@ -127,7 +127,8 @@ def after_learning(learner: Paths, path: Path, piece: np.ndarray) -> tuple[Usual
 def observe(learner: Paths, tokens: np.ndarray) -> Observation:
     """Piece by piece: the owner learns it, the base learns nothing, and what nobody explains waits.
 
-    When `patience` pieces in a row wait, an overlay comes back from the archive or is opened for them.
+    When `patience` pieces in a row wait, an overlay comes back from the archive or is opened for them. If
+    somebody explains the next one before that, they are let go, and counted as held back.
     """
     if not learner.usual.tokens:
         raise ValueError("without a source the base must know its own domain: call calibrate(text) first")
@@ -146,15 +147,24 @@ def observe(learner: Paths, tokens: np.ndarray) -> Observation:
                 name = _new_name(learner)
                 log.info("nothing known explains the text: overlay %r is opened for it", name)
             done = done.then(learner.observe(waiting, source=name))
-        elif found == BASE:
+            learner.unclaimed = []
+            continue
+        if waited := sum(map(len, learner.unclaimed)):
+            done = done.then(_noted(learner, Observation(waited, held_back={"unclaimed": waited})))
+        learner.unclaimed = []
+        if found == BASE:
             losses = learner.losses(learner.base, piece)
             seen = Observation(len(piece), float(losses.double().sum()), len(losses), source=BASE)
-            learner.totals = learner.totals.after(seen, learner.totals.surprise)
-            done = done.then(seen)
+            done = done.then(_noted(learner, seen))
         else:
             done = done.then(learner.observe(piece, source=found))
-        learner.unclaimed = []
     return done
+
+
+def _noted(learner: Paths, seen: Observation) -> Observation:
+    """What was seen without being learned."""
+    learner.totals = learner.totals.after(seen, learner.totals.surprise)
+    return seen
 
 
 def _new_name(learner: Paths) -> str:

@@ -192,6 +192,8 @@ class GuardedLearner:
         held, notes = self.new_source(overlay), overlay.notes
         held.tokens, held.last_used = whole_number(notes.get("tokens", 0)), self.totals.tokens
         held.usual = domains.usual_in(notes.get("usual", []))
+        if version := whole_number(notes.get("version", 0)):  # it goes on to count
+            held.version, held.versions = version, {version: held.branch.overlay(**notes)}
         return held
 
     def _check_room(self) -> None:
@@ -202,7 +204,7 @@ class GuardedLearner:
             )
 
     def _make_room(self) -> None:
-        """The overlay that was not used for longest goes to the archive; nothing is lost."""
+        """The overlay that was not used for longest goes to the archive; earlier versions are lost."""
         if len(self.sources) < self.config.max_overlays:
             return
         assert self.archive is not None, "checked when the overlay was opened"
@@ -214,13 +216,17 @@ class GuardedLearner:
     def flush(self) -> Observation:
         """Learn from the tokens of every source that wait for the next update."""
         done = Observation()
-        for name, held in self.sources.items():
-            seen = held.learner.flush()
-            done = done.then(seen)
-            if seen.updates:
-                self._keep_version(held, source=name)
-        self.totals = self.totals.after(done, self.totals.surprise)
+        for name in self.sources:
+            done = done.then(self._flush(name))
         return done
+
+    def _flush(self, name: str) -> Observation:
+        held = self.sources[name]
+        seen = held.learner.flush()
+        if seen.updates:
+            self._keep_version(held, source=name)
+        self.totals = self.totals.after(seen, self.totals.surprise)
+        return seen
 
     def new_source(self, overlay: Overlay | None = None) -> Source:
         """A path that starts as the base, or as this overlay; nobody else knows it yet."""
@@ -354,7 +360,9 @@ class GuardedLearner:
         return f"removed everything that {tokens:,} tokens of {source!r} taught"
 
     def export(self, name: str, folder: str | Path) -> None:
-        held = self.sources[self._known(name)]
+        """An overlay in a folder of its own, with what still waited for an update."""
+        self._flush(self._known(name))
+        held = self.sources[name]
         notes = {
             "source": name, "version": held.version, "tokens": held.tokens, "usual": list(held.usual),
             "config": self.config.to_dict(),
@@ -370,6 +378,7 @@ class GuardedLearner:
         self._check_room()
         held = self._from_folder(folder)
         self._make_room()
+        held.version, held.versions = 0, {}  # a count of its own
         self._keep_version(held, source=name, imported=True)
         self.sources[name] = held
 

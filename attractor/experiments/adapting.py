@@ -46,7 +46,8 @@ def pretrain(settings: Settings, folder: Path) -> Values:
         most = min(config.train.max_steps, max(1, passes * len(dataset.train) // tokens))
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=most))
     place = own_folder(folder / "pretrained" / settings["base"], settings)
-    return train_and_measure(config, dataset, place, device=settings["device"], report=lambda record: None)
+    values = train_and_measure(config, dataset, place, device=settings["device"], report=lambda record: None)
+    return {**values, "base": fingerprint(load_base(folder, settings["base"], device_of(settings)))}
 
 
 def own_folder(place: Path, settings: Settings) -> Path:

@@ -23,6 +23,7 @@ from attractor.experiments.grid import (
     Values,
     Worker,
     ask,
+    made_again,
     origins,
     run_inquiries,
 )
@@ -118,10 +119,11 @@ class Benchmark:
                 stop=lambda: late is not None and time.monotonic() >= late, idle=self.idle,
             )  # fmt: skip
 
-    def origins(self) -> list[dict[str, Any]]:
-        """Where the cells come from that were asked for since this was asked."""
+    def origins(self) -> dict[str, Any]:
+        """Where the cells come from that were asked for since this was asked, and which models were made
+        again between some of them and others."""
         asked, self.asked = self.asked, set()
-        return origins(self.folder, asked)
+        return {"cells": origins(self.folder, asked), "pretrained_twice": made_again(self.folder, asked)}
 
     def members(self, source: str) -> list[str]:
         """The domains that a pretraining text is made of."""

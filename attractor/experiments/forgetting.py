@@ -19,7 +19,7 @@ from attractor.experiments.grid import Values
 from attractor.experiments.plan import HOME, PAPER, TUNED_ON
 from attractor.experiments.rates import best_rate, climb
 from attractor.experiments.result import write_result
-from attractor.experiments.statistics import interval, transfer
+from attractor.experiments.statistics import interval, or_nan, transfer
 from attractor.experiments.streams import GUARDED
 
 COMPARED = (
@@ -47,16 +47,17 @@ def run(bench: Benchmark, result: Path, *, seed: int = 0) -> dict[str, Any]:
     speed_rate = shifts[settles_on][SPEED_OF]["rate"]
     (stream,) = bench.run(bench.stream(GUARDED, order, seed, stream_rate)).values()
     (speed,) = bench.run(bench.speed(SPEED_OF, settles_on, seed, speed_rate)).values()  # with nobody beside
-    values = {
+    values: dict[str, Any] = {
         "experiment": "forgetting", "size": bench.size, "seed": seed, "device": bench.device,
         "pretrained": {name: part["val_ppl"] for name, part in pretrained.items()},
         "config": {name: part["config"] for name, part in pretrained.items()}, "texts": bench.hashes,
         "rates": bench.plan.rates, "shifts": shifts, "harm": harm,
         "stream": {**stream, **chosen, **transfer(stream["matrix"], stream["order"])},
-        "speed": speed, "cells": bench.origins(),
+        "speed": speed, **bench.origins(),
     }  # fmt: skip
-    write_result(result, {**values, "shows": shows(values)})
-    return {**values, "shows": shows(values)}
+    values["shows"] = shows(values)
+    write_result(result, values)
+    return values
 
 
 def best_of(cells: Mapping[float, Values]) -> dict[str, Any]:
@@ -111,7 +112,7 @@ def shows(values: dict[str, Any]) -> list[dict[str, Any]]:
         row(f"B, {what}", most, {shift: found[0] for shift, found in ratios.items()})
         rows[-1]["intervals"] = {shift: found[1:] for shift, found in ratios.items()}
     row("stream without labels: worst rise of a domain's perplexity at the end", 0.01,
-        {"stream": math.expm1(values["stream"]["worst_forgetting"])})  # fmt: skip
+        {"stream": math.expm1(or_nan(values["stream"]["worst_forgetting"]))})  # fmt: skip
     row("tokens per second guarded, settled / overlay alone", 0.85, {"speed": values["speed"]["ratio"]},
         at_least=True)  # fmt: skip
     unchanged = [cell["base_unchanged"] for part in shifts.values() for cell in part.values()]
@@ -123,8 +124,9 @@ def shows(values: dict[str, Any]) -> list[dict[str, Any]]:
 def ratio(ours: Values, theirs: Values) -> tuple[float, float, float]:
     """Perplexity of B, ours behind the guard over theirs alone, with a 95 % interval."""
     guarded, alone = ours["best"]["guarded"]["B"], theirs["best"]["alone"]["B"]
-    low, high = interval([[a - b for a, b in zip(guarded["blocks"], alone["blocks"], strict=True)]])
-    return math.exp(guarded["loss"] - alone["loss"]), math.exp(low), math.exp(high)
+    apart = guarded["loss"] - alone["loss"]
+    low, high = interval([[a - b for a, b in zip(guarded["blocks"], alone["blocks"], strict=True)]], apart)
+    return math.exp(apart), math.exp(low), math.exp(high)
 
 
 def table(values: dict[str, Any]) -> str:

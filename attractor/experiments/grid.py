@@ -198,6 +198,16 @@ def origins(folder: Path, names: Iterable[str]) -> list[dict[str, Any]]:
     return [{**json.loads(made), "cells": count} for made, count in counts.most_common()]
 
 
+def made_again(folder: Path, names: Iterable[str]) -> list[str]:
+    """Models that cells started from, where the cells of one name say that they were several."""
+    models: dict[str, set[str]] = {}
+    for name in names:
+        cell = json.loads(cell_file(folder, name).read_text())
+        if "base" in cell["values"]:
+            models.setdefault(cell["settings"]["base"], set()).add(cell["values"]["base"])
+    return sorted(name for name, known in models.items() if len(known) > 1)
+
+
 def _values(folder: Path, name: str, settings: Settings) -> Values:
     values = read_cell(folder, name, settings)
     assert values is not None, name

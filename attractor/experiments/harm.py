@@ -3,7 +3,6 @@
 import math
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -52,7 +51,7 @@ def harm(settings: Settings, folder: Path) -> Values:
     bound = guard.bound(len(text.test) - 1) / (len(text.test) - 1)
     return {
         "before": before, "overlays": found, "bound": math.expm1(bound), "window": context,
-        "base_unchanged": fingerprint(base) == unchanged,
+        "base": unchanged, "base_unchanged": fingerprint(base) == unchanged,
     }  # fmt: skip
 
 
@@ -127,7 +126,8 @@ def _write(model: GPT, cache: Any, prompt: Tensor, count: int) -> tuple[list[flo
     random = torch.Generator(prompt.device).manual_seed(0)
     watched = hasattr(cache, "at_rest")
     times, settled = [], None
-    logits = torch.cat([model(token, cache=cache) for token in prompt.split(1, 1)][-1:], 1)[:, -1]
+    for token in prompt.split(1, 1):
+        logits = model(token, cache=cache)[:, -1]
     for number in range(count):
         started = time.perf_counter()
         token = sample(logits.float(), 1.0, None, None, random)
@@ -146,12 +146,9 @@ def _both_paths(guard: Guard, alone: GPT, text: np.ndarray, context: int) -> flo
     tokens = torch.from_numpy(text[: context // 2])[None].to(alone.embedding.weight.device)
     pause, guard.pause = guard.pause, 0.0
     times: dict[str, list[float]] = {"guard": [], "alone": []}
-    made: dict[str, Callable[[], Any]] = {
-        "guard": lambda: guard.new_cache(1), "alone": lambda: alone.new_cache(1)
-    }  # fmt: skip
     for _ in range(3):
         for name, model in (("guard", guard), ("alone", alone)):
-            cache = made[name]()
+            cache = model.new_cache(1)
             for token in tokens.split(1, 1):
                 started = time.perf_counter()
                 model(token, cache=cache)[:, -1].argmax(-1).tolist()

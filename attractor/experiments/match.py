@@ -168,7 +168,7 @@ def run(bench: Benchmark, result: Path) -> dict[str, Any]:
         }  # fmt: skip
     values = {
         "experiment": "match", "size": bench.size, "seeds": bench.plan.seeds, "texts": bench.hashes,
-        "mixture": list(bench.mixture), "datasets": found, "cells": bench.origins(),
+        "mixture": list(bench.mixture), "datasets": found, **bench.origins(),
     }  # fmt: skip
     write_result(result, values)
     return values

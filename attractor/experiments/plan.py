@@ -148,7 +148,13 @@ def domain(plan: Plan, folder: Path, name: str) -> Text:
 
 
 def load_base(folder: Path, name: str, device: torch.device) -> GPT:
-    return GPT.from_pretrained(find_model(folder / "pretrained" / name), device=device).eval()
+    place = folder / "pretrained" / name
+    if not place.is_dir():
+        raise ValueError(
+            f"{place} is not there: its cell came without the model. Remove cells/pretrain-{name}.json, and "
+            "it is trained again; cells that are there started from another one, and the result will say so"
+        )
+    return GPT.from_pretrained(find_model(place), device=device).eval()
 
 
 def device_of(settings: Settings) -> torch.device:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from attractor.experiments.plan import FOLIO, PAPER
 from attractor.experiments.shifts import BEST_FULL, WAYS, seeds_of, summary
-from attractor.experiments.statistics import transfer
+from attractor.experiments.statistics import or_nan, transfer
 from attractor.experiments.streams import GUARDED
 from attractor.experiments.tables import MISSING, Cell, Column, Table, count, name, number, size
 
@@ -229,7 +229,7 @@ def progressive_table(streams: Mapping[str, Any]) -> Table:
     columns += [Column(visit, "nats per byte") for visit in visits(streams)[1:]]
     lines = []
     for method, part in streams["methods"].items():
-        losses = zip(*(seed["progressive"] for seed in part["seeds"]), strict=True)
+        losses = zip(*(map(or_nan, seed["progressive"]) for seed in part["seeds"]), strict=True)
         lines.append([name(method), *(number(_mean(loss), ".4f") for loss in losses)])
     return Table("Progressive loss: of every piece before it was learned, by visit", columns, lines)
 
@@ -242,7 +242,10 @@ def matrices(streams: Mapping[str, Any]) -> dict[str, list[dict[str, float]]]:
     """Method -> its result matrix, mean over seeds: losses at the start, then how they rose by each visit."""
     found = {}
     for method, part in streams["methods"].items():
-        several = [seed["matrix"] for seed in part["seeds"]]
+        several = [
+            [{domain: or_nan(loss) for domain, loss in row.items()} for row in seed["matrix"]]
+            for seed in part["seeds"]
+        ]
         found[method] = [
             {
                 domain: _mean([matrix[at][domain] - (matrix[0][domain] if at else 0.0) for matrix in several])

@@ -217,13 +217,13 @@ def row(cell: Values, lora: Values, retained: Sequence[str]) -> dict[str, Any]:
         rises = {
             name: math.expm1(cell[way][name]["loss"] - cell["before"][name]["loss"]) for name in retained
         }
-        ours, theirs = cell[way]["B"]["blocks"], lora["alone"]["B"]["blocks"]
+        ours, theirs = cell[way]["B"], lora["alone"]["B"]
+        apart = ours["loss"] - theirs["loss"]
+        pairs = [[a - b for a, b in zip(ours["blocks"], theirs["blocks"], strict=True)]]
         told[way] = {
-            "B": math.exp(cell[way]["B"]["loss"]), "rises": rises, "worst_rise": max(rises.values()),
-            "B_over_lora": math.exp(cell[way]["B"]["loss"] - lora["alone"]["B"]["loss"]),
-            "B_over_lora_interval": [
-                math.exp(bound) for bound in interval([[a - b for a, b in zip(ours, theirs, strict=True)]])
-            ],
+            "B": math.exp(ours["loss"]), "rises": rises, "worst_rise": max(rises.values()),
+            "B_over_lora": math.exp(apart),
+            "B_over_lora_interval": [math.exp(bound) for bound in interval(pairs, apart)],
         }  # fmt: skip
     return told
 

@@ -75,7 +75,7 @@ def run(bench: Benchmark, result: Path) -> dict[str, Any]:
     values = {
         "experiment": "sensitivity", "size": bench.size, "seeds": len(seeds), "rate": rate,
         "method": METHOD, "shift": [HOME, TUNED_ON], "texts": bench.hashes, "rows": rows,
-        "config": bench.plan.config("apn", 0).to_dict(), "cells": bench.origins(),
+        "config": bench.plan.config("apn", 0).to_dict(), **bench.origins(),
     }  # fmt: skip
     write_result(result, values)
     return values

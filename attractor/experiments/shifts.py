@@ -74,9 +74,6 @@ def run(bench: Benchmark, result: Path, *, methods: Sequence[str] = tuple(METHOD
         }
         for source in sources
     }
-    models: dict[str, set[str]] = {}  # what cells started from, by name: more than one, if it was made again
-    for (source, _, method, seed), cell in found.items():
-        models.setdefault(bench.base(METHODS[method].model, source, seed), set()).add(cell["base"])
     values = {
         "experiment": "shifts", "size": bench.size, "seeds": plan.seeds, "device": bench.device,
         "texts": bench.hashes, "mixture": list(bench.mixture), "block": 1024,
@@ -86,8 +83,7 @@ def run(bench: Benchmark, result: Path, *, methods: Sequence[str] = tuple(METHOD
         "pretrained": {name: {key: part[key] for key in ("val_ppl", "parameters", "multiply_adds_per_token",
                                                          "best_step")}
                        for name, part in pretrained.items()},
-        "rates": rates, "shifts": shifts, "cells": bench.origins(),
-        "pretrained_twice": sorted(name for name, known in models.items() if len(known) > 1),
+        "rates": rates, "shifts": shifts, **bench.origins(),
         "streams": {
             "order": order,
             "methods": {
@@ -173,13 +169,15 @@ def summary(cells: Sequence[Values], full: Sequence[Values], old: Sequence[str])
                    for now, theirs in zip(after, full, strict=True)]  # fmt: skip
         lost = [_mean_loss(now, old) - _mean_loss(cell["before"], old)
                 for now, cell in zip(after, cells, strict=True)]  # fmt: skip
+        over = float(np.mean([now["B"]["loss"] - theirs["best"]["alone"]["B"]["loss"]
+                              for now, theirs in zip(after, full, strict=True)]))  # fmt: skip
         gains = [_gain(now["B"]["loss"], theirs) for now, theirs in zip(after, full, strict=True)]
         told[way] = {
             "A": _ppl(_mean_loss(now, old) for now in after), "B": _ppl(now["B"]["loss"] for now in after),
-            "B_seeds": [math.exp(now["B"]["loss"]) for now in after],
-            "forgetting": float(np.mean(lost)), "forgetting_interval": list(interval(forgetting)),
-            "B_over_full": math.exp(float(np.mean([np.mean(part) for part in against]))),
-            "B_over_full_interval": [math.exp(bound) for bound in interval(against)],
+            "forgetting": float(np.mean(lost)),
+            "forgetting_interval": list(interval(forgetting, float(np.mean(lost)))),
+            "B_over_full": math.exp(over),
+            "B_over_full_interval": [math.exp(bound) for bound in interval(against, over)],
             "gain": float(np.mean(gains)),
             "hypervolume": float(np.mean(list(map(hypervolume, gains, lost)))),
         }  # fmt: skip

@@ -1,7 +1,7 @@
 """Numbers about losses: intervals, gains, forgetting, transfer. Losses are in nats per token throughout."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -9,23 +9,34 @@ T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8
 """Student's t, by degrees of freedom: what 1.96 becomes when the spread is known from few seeds."""
 
 
+RUN = 8
+"""Neighbouring blocks that are drawn together: they share a scene or a file, and are not independent."""
+
+
 def interval(
-    differences: Sequence[Sequence[float]], *, samples: int = 2000, seed: int = 0
+    differences: Sequence[Sequence[float]], around: float | None = None, *, samples: int = 2000, seed: int = 0
 ) -> tuple[float, float]:
-    """95 % interval of a mean difference, (seeds, blocks).
+    """95 % interval of a mean difference, (seeds, blocks); `around` is the mean, if it is of more than those.
 
     The differences are paired: the same block under two models. Two errors add up: that of the text, from a
-    bootstrap of blocks, which all seeds share; and that of the seeds, by Student's t over their means. With
-    one seed it is the error of the text alone: what another seed would give, nobody knows.
+    bootstrap of runs of blocks, which all seeds share; and that of the seeds, by Student's t over their
+    means. With one seed it is the error of the text alone: what another seed would give, nobody knows.
     """
     table = np.asarray(differences, dtype=np.float64)
     seeds, blocks = table.shape
     of_blocks, of_seeds = table.mean(0), table.mean(1)
-    drawn = np.random.default_rng(seed).integers(0, blocks, (samples, blocks))
+    run = max(1, min(RUN, blocks // 4))
+    first = np.random.default_rng(seed).integers(0, blocks, (samples, -(-blocks // run)))
+    drawn = ((first[..., None] + np.arange(run)) % blocks).reshape(samples, -1)[:, :blocks]
     mean = float(of_blocks.mean())
     below, above = (abs(q - mean) for q in np.quantile(of_blocks[drawn].mean(1), [0.025, 0.975]))
-    apart = T_95.get(seeds - 1, 1.96) * of_seeds.std(ddof=1) / math.sqrt(seeds) if seeds > 1 else 0.0
-    return mean - math.hypot(below, apart), mean + math.hypot(above, apart)
+    apart = _t_95(seeds - 1) * of_seeds.std(ddof=1) / math.sqrt(seeds) if seeds > 1 else 0.0
+    middle = mean if around is None else around
+    return middle - math.hypot(below, apart), middle + math.hypot(above, apart)
+
+
+def _t_95(freedom: int) -> float:
+    return T_95[freedom] if freedom in T_95 else 1.96 + 2.7 / freedom  # there a hair too wide
 
 
 def gain_fraction(start: float, after: float, best_full: float) -> float:
@@ -46,7 +57,12 @@ def hypervolume(gain: float, lost: float, worst: float = 1.0) -> float:
     return math.nan if math.isnan(gain) else max(gain, 0.0) * max(worst - max(lost, 0.0), 0.0)
 
 
-def transfer(matrix: Sequence[dict[str, float]], order: Sequence[str]) -> dict[str, float]:
+def or_nan(value: float | None) -> float:
+    """JSON has no NaN: what did not stay finite is null there."""
+    return math.nan if value is None else value
+
+
+def transfer(matrix: Sequence[Mapping[str, float | None]], order: Sequence[str]) -> dict[str, float]:
     """Of a stream: backward and forward transfer (positive is good), and the worst forgetting, in nats.
 
     matrix[0] is before the stream and matrix[i] after visit i of `order`. As in Lopez-Paz and Ranzato 2017, a
@@ -55,19 +71,20 @@ def transfer(matrix: Sequence[dict[str, float]], order: Sequence[str]) -> dict[s
     its first visit; there stands the pretrained model, and not one that knows nothing. Forgetting is the rise
     from the best loss it ever had: at the end, and at its worst on the way.
     """
+    losses = [{name: or_nan(loss) for name, loss in row.items()} for row in matrix]
     first = {name: order.index(name) for name in order}
     last = max(first.values())
-    forward = [matrix[0][name] - matrix[first[name]][name] for name in first if first[name] > 0]
-    backward = [matrix[at + 1][name] - matrix[last + 1][name] for name, at in first.items() if at < last]
-    rises = [matrix[-1][name] - min(row[name] for row in matrix) for name in first]
+    forward = [losses[0][name] - losses[first[name]][name] for name in first if first[name] > 0]
+    backward = [losses[at + 1][name] - losses[last + 1][name] for name, at in first.items() if at < last]
+    rises = [losses[-1][name] - np.min([row[name] for row in losses]) for name in first]
     on_the_way = [
-        matrix[visit][name] - min(row[name] for row in matrix[: visit + 1])
-        for name in first for visit in range(len(matrix))
+        losses[visit][name] - np.min([row[name] for row in losses[: visit + 1]])
+        for name in first for visit in range(len(losses))
     ]  # fmt: skip
     return {
         "BWT": float(np.mean(backward)) if backward else 0.0,
         "FWT": float(np.mean(forward)) if forward else 0.0,
-        "worst_forgetting": max(rises),
-        "worst_on_the_way": max(on_the_way),
-        "final": float(np.mean([matrix[-1][name] for name in first])),
+        "worst_forgetting": float(np.max(rises)),
+        "worst_on_the_way": float(np.max(on_the_way)),
+        "final": float(np.mean([losses[-1][name] for name in first])),
     }

@@ -76,13 +76,14 @@ class Guarded:
         update = UpdateConfig(train=PAPER_ROLES, learning_rate=rate, clip_norm=1.0)
         config = GuardConfig(
             learn=LearnConfig(update=update, budget=block), attention="whole", also=("embedding", "norms"),
-            piece=block + 1, keep_versions=1,
+            piece=block, keep_versions=1,
         )  # fmt: skip
         self.learner = GuardedLearner(base, config=config, archive=archive)
         self.learner.calibrate(home)
 
     def learn(self, piece: np.ndarray) -> str:
-        return self.learner.observe(piece, source=None).source or "nobody yet"
+        """It remembers what came before: the last token, the next piece's first, comes with that one."""
+        return self.learner.observe(piece[:-1], source=None).source or "nobody yet"
 
     def predictor(self) -> GPT:
         return cast(GPT, self.learner.guard)
@@ -225,5 +226,5 @@ def run(settings: Settings, folder: Path) -> Values:
     return {
         "order": settings["order"], "matrix": matrix, "progressive": progressive, "claimed": claimed,
         "diverged": diverged, "seconds": time.perf_counter() - started,
-        "base_unchanged": fingerprint(base) == unchanged, **learner.described(),
+        "base": unchanged, "base_unchanged": fingerprint(base) == unchanged, **learner.described(),
     }  # fmt: skip
