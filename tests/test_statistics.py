@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 
+from attractor.experiments import statistics
 from attractor.experiments.statistics import _t_95, gain_fraction, hypervolume, interval, transfer
 
 
@@ -25,17 +26,22 @@ def test_intervals_cover_what_another_text_and_other_seeds_would_give(seeds):
     assert covered >= 184  # 92 % of 200
 
 
-def test_neighbouring_blocks_are_not_independent():
-    """Of what goes up and down slowly, single blocks would promise too much: four in five cover."""
-    chance = np.random.default_rng(0)
-    covered = 0
-    for trial in range(300):
-        blocks = [0.0]
-        for _ in range(99 + 50):
-            blocks.append(0.35 * blocks[-1] + chance.normal())
-        low, high = interval([blocks[-99:]], samples=300, seed=trial)
-        covered += low <= 0.0 <= high
-    assert covered >= 0.88 * 300
+def test_neighbouring_blocks_are_not_independent(monkeypatch):
+    """Of what goes up and down slowly, single blocks would promise too much."""
+
+    def coverage():
+        chance, covered = np.random.default_rng(0), 0
+        for trial in range(200):
+            blocks = [0.0]
+            for _ in range(99 + 50):
+                blocks.append(0.35 * blocks[-1] + chance.normal())
+            low, high = interval([blocks[-99:]], samples=300, seed=trial)
+            covered += low <= 0.0 <= high
+        return covered / 200
+
+    assert coverage() > 0.91
+    monkeypatch.setattr(statistics, "RUN", 1)
+    assert coverage() < 0.86
 
 
 def test_intervals_are_around_the_mean_of_everything():

@@ -19,8 +19,9 @@ def interval(
     """95 % interval of a mean difference, (seeds, blocks); `around` is the mean, if it is of more than those.
 
     The differences are paired: the same block under two models. Two errors add up: that of the text, from a
-    bootstrap of runs of blocks, which all seeds share; and that of the seeds, by Student's t over their
-    means. With one seed it is the error of the text alone: what another seed would give, nobody knows.
+    bootstrap of runs of blocks, which all seeds share, widened because there are few of them; and that of
+    the seeds, by Student's t over their means. With one seed it is the error of the text alone: what another
+    seed would give, nobody knows.
     """
     table = np.asarray(differences, dtype=np.float64)
     seeds, blocks = table.shape
@@ -29,7 +30,9 @@ def interval(
     first = np.random.default_rng(seed).integers(0, blocks, (samples, -(-blocks // run)))
     drawn = ((first[..., None] + np.arange(run)) % blocks).reshape(samples, -1)[:, :blocks]
     mean = float(of_blocks.mean())
-    below, above = (abs(q - mean) for q in np.quantile(of_blocks[drawn].mean(1), [0.025, 0.975]))
+    runs = max(2, blocks // run)
+    few = _t_95(runs - 1) / 1.96 * math.sqrt(runs / (runs - 1))
+    below, above = (few * abs(q - mean) for q in np.quantile(of_blocks[drawn].mean(1), [0.025, 0.975]))
     apart = _t_95(seeds - 1) * of_seeds.std(ddof=1) / math.sqrt(seeds) if seeds > 1 else 0.0
     middle = mean if around is None else around
     return middle - math.hypot(below, apart), middle + math.hypot(above, apart)
