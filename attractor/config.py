@@ -32,6 +32,11 @@ def check_size(name: str, value: object) -> None:
         raise ValueError(f"{name}={value!r} must be a positive integer{_unless(value, int)}")
 
 
+def check_seed(seed: object) -> None:
+    if not isinstance(seed, int) or not 0 <= seed < 1 << 64:
+        raise ValueError(f"seed={seed!r} must be an integer, 0 <= seed < 2**64")
+
+
 def check_number(
     name: str,
     value: object,

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from attractor import corpora
 from attractor import tokenizer as tokenizers
-from attractor.config import check_number, check_size
+from attractor.config import check_number, check_seed, check_size
 from attractor.tokenizer import Tokenizer, describe
 from attractor.version import __version__
 
@@ -206,7 +206,7 @@ def prepare(
     try:
         temporary.mkdir(parents=True)
     except OSError as error:
-        raise ValueError(f"cannot write beside {folder}: {error}; choose another out_dir") from error
+        raise ValueError(f"cannot write beside {folder}: {error}; choose another folder") from error
     try:
         _write(temporary, text, given, meta, progress or (lambda done, total: None))
         if _existing(folder, wanted, overwrite) is None:  # else another process was quicker
@@ -246,15 +246,17 @@ def _existing(folder: Path, wanted: Meta, overwrite: bool) -> Dataset | None:
         return None
     if not folder.is_dir() or (foreign := sorted(set(os.listdir(folder)) - set(FILES))):
         other = f"holds other files ({', '.join(foreign[:3])})" if folder.is_dir() else "is not a folder"
-        raise ValueError(f"{folder} {other}; choose another out_dir")
+        raise ValueError(f"{folder} {other}; choose another folder")
     if overwrite or not os.listdir(folder):
         return None
     try:
         dataset = Dataset.open(folder)
     except ValueError as error:
-        raise ValueError(f"{error}; overwrite=True replaces it") from error
+        raise ValueError(f"{error}; remove the folder, or overwrite it") from error
     if differing := [name for name, value in wanted.items() if dataset.meta.get(name) != value]:
-        raise ValueError(f"{folder} differs in {', '.join(differing)}; overwrite=True replaces it")
+        raise ValueError(
+            f"{folder} differs in {', '.join(differing)} from what is wanted; remove it, or overwrite it"
+        )
     return dataset
 
 
@@ -318,8 +320,7 @@ class Batches:
     ) -> None:
         for name, value in (("batch_size", batch_size), ("context", context), ("world_size", world_size)):
             check_size(name, value)
-        if not isinstance(seed, int) or not 0 <= seed < 1 << 64:
-            raise ValueError(f"seed={seed!r} must be an integer, 0 <= seed < 2**64")
+        check_seed(seed)
         if not 0 <= rank < world_size:
             raise ValueError(f"rank={rank} must be 0 <= rank < world_size={world_size}")
         if batch_size % world_size:

@@ -93,6 +93,8 @@ def parse_device(name: str | None, *, must_exist: bool = True) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ValueError(f"device={name!r} is unknown; say cpu, cuda or cuda:1") from error
+    if device.type == "meta":
+        raise ValueError("device='meta' holds no numbers; say cpu, cuda or cuda:1")
     if must_exist and device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device={name!r}: torch sees {torch.cuda.device_count()} GPUs here")
     return device

@@ -7,6 +7,7 @@ A run folder holds config.json, metrics.jsonl, TensorBoard events and checkpoint
 interrupted and resumed ends with the same bytes as one that was not.
 """
 
+import dataclasses
 import json
 import logging
 import math
@@ -33,12 +34,13 @@ from attractor.checkpoint import (
     spread_state,
     write_training,
 )
-from attractor.config import RunConfig, TrainConfig
+from attractor.config import GPTConfig, RunConfig, TrainConfig
 from attractor.data import Batches, Dataset
 from attractor.distributed import World, average_gradients, spread
 from attractor.evaluate import autocast, evaluate, perplexity, routing
 from attractor.layer import APN, ROLES, warmup_factor
 from attractor.model import GPT
+from attractor.tokenizer import load as load_tokenizer
 
 log = logging.getLogger("attractor")
 
@@ -159,21 +161,44 @@ class Trainer:
                 raise ValueError(
                     f"{folder} holds another model; resume with its own settings or start a new run"
                 )
+            if load_tokenizer(folder / "tokenizer.json") != self.dataset.tokenizer:
+                raise ValueError(
+                    f"the text has other characters or words than the one that {folder} learned: its numbers "
+                    "would mean something else. Resume with that text, or start a new run"
+                )
             state.update(saved.state_dict())
             tensors, progress = read_training(folder)
             training.update(tensors)
-            return progress
+            return {"folder": str(folder), "progress": progress}
 
-        progress = self.world.from_leader(read)
-        if progress is None:
+        found = self.world.from_leader(read)
+        if found is None:
             return False
-        spread_state(self.model, self.optimizer, self.world, state, training)
-        self.batches.load_state_dict(progress["batches"])
-        self.step, self.seconds = progress["step"], progress["seconds"]
-        self.best_loss = math.inf if progress["best_loss"] is None else progress["best_loss"]
-        self.best_step = progress["best_step"]
-        self.evaluations_since_best = progress["evaluations_since_best"]
+        progress = found["progress"]
+        try:
+            spread_state(self.model, self.optimizer, self.world, state, training)
+            self.batches.load_state_dict(progress["batches"])
+            self.step, self.seconds = progress["step"], progress["seconds"]
+            self.best_loss = math.inf if progress["best_loss"] is None else progress["best_loss"]
+            self.best_step = progress["best_step"]
+            self.evaluations_since_best = progress["evaluations_since_best"]
+        except (LookupError, TypeError, AttributeError, RuntimeError) as error:
+            raise ValueError(f"{found['folder']} is damaged: {error!r}; remove it, or start anew") from error
         return True
+
+    def _with_scale(self) -> GPTConfig:
+        """The model's configuration, with the factor of the warm-up in its scale."""
+        config = self.model.config_now()
+        factor = next((layer.scale_factor for layer in self.model.apn_layers().values()), None)
+        if factor is None or factor == 1:
+            return config
+        by = float(factor)
+        own = {
+            number: settings | {"scale": by * settings["scale"]} if "scale" in settings else settings
+            for number, settings in config.per_layer.items()
+        }
+        apn = dataclasses.replace(config.apn, scale=by * config.apn.scale)
+        return dataclasses.replace(config, apn=apn, per_layer=own)
 
     def save(self, kind: str) -> Path:
         state = gather_model(self.model)
@@ -181,6 +206,8 @@ class Trainer:
 
         def fill(folder: Path) -> None:
             self.model.save_pretrained(folder, state=state)
+            if kind == "best":  # as it was measured: nobody will set the factor of the warm-up again
+                (folder / "config.json").write_text(self._with_scale().to_json())
             self.dataset.tokenizer.save(folder / "tokenizer.json")
             (folder / "run.json").write_text(self.config.to_json())
             if kind == "last":

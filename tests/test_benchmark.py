@@ -355,14 +355,16 @@ def test_a_model_that_diverges_has_lost_and_the_others_go_on(texts, tmp_path, mo
 
 
 def test_a_model_of_other_settings_is_not_gone_on_with(texts, tmp_path):
-    """The same name with other settings is trained anew, and as in a folder where nothing was."""
+    """Without its cell, the same name with other settings is trained as in a folder where nothing was."""
 
     def losses(folder, *steps):
         for number in steps:
             bench = Benchmark("smoke", folder, domains=texts)
             config = bench.plan.config("dense", 0)
             config = dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=number))
-            (told,) = bench.run(bench.train("one", config, [HOME], "byte", 0)).values()
+            ((name, cell),) = bench.train("one", config, [HOME], "byte", 0).items()
+            cell_file(folder, name).unlink(missing_ok=True)
+            (told,) = bench.run({name: cell | {"kind": "pretrain"}}).values()  # which leaves the model there
         return told["val_loss"], told["best_step"]
 
     assert losses(tmp_path / "both", 30, 10) == losses(tmp_path / "fresh", 10)
@@ -388,7 +390,7 @@ def test_cells_without_their_models_say_what_to_do(bench, tmp_path, texts):
     shutil.copytree(bench.folder / "cells", tmp_path / "cells")
     assert away.run(cells) == told
     more = away.adapt("dense, full", HOME, "python", 0, 0.0123)  # which no test has computed
-    with pytest.raises(CellsFailed, match=r"Remove cells/pretrain-dense-shakespeare-0\.json"):
+    with pytest.raises(CellsFailed, match=r"the model that cells/pretrain-dense-shakespeare-0\.json"):
         away.run(more)
     (name,) = away.pretrain("dense", HOME, 0)
     made = json.loads(cell_file(tmp_path, name).read_text())

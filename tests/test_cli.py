@@ -132,6 +132,13 @@ def test_table1(text, capsys, monkeypatch):
         (["bench", "train", "--steps", "0"], "steps=0 must be a positive integer"),
         (["bench", "decode", "--streams", "0", "--device", "cpu"], "streams=0 must be a positive integer"),
         (["demo", "--steps", "0"], "steps=0 must be a positive integer"),
+        (["experiment", "table1", "--device", "cuda:99"], "GPUs here"),
+        (["experiment", "table1", "--models"], "names no model"),
+        (["experiment", "table2", "--seed", "-1"], "seed=-1 must be an integer"),
+        (["experiment", "shifts", "--minutes", "nan"], "minutes=nan must be a number, 0 or more"),
+        (["experiment", "shifts", "--mixture"], "the mixture is empty"),
+        (["experiment", "match", "--domain", "a=x.txt", "a=y.txt"], "names 'a' twice: x.txt and y.txt"),
+        (["bench", "layer", "--device", "meta"], "device='meta' holds no numbers"),
     ],
 )
 def test_mistakes_are_messages(arguments, message, capsys):

@@ -303,7 +303,7 @@ def test_the_same_is_reused_and_another_is_refused(tmp_path, source):
         ({"tokenizer": "byte"}, "requested_tokenizer"),
         ({"tokenizer": CharTokenizer.train(TEXT)}, "requested_tokenizer"),
     ):
-        with pytest.raises(ValueError, match=f"out differs in {what}; overwrite=True replaces it"):
+        with pytest.raises(ValueError, match=f"out differs in {what} from"):
             prepare(source, out, **changes)
     source.write_text(TEXT + "more")
     with pytest.raises(ValueError, match="differs in sha256"):
@@ -319,7 +319,7 @@ def test_a_folder_that_is_not_ours_is_never_replaced(tmp_path, source):
     out.mkdir()
     (out / "thesis.tex").write_text("precious")
     for overwrite in (False, True):
-        with pytest.raises(ValueError, match=r"holds other files \(thesis\.tex\); choose another out_dir"):
+        with pytest.raises(ValueError, match=r"holds other files \(thesis\.tex\); choose another folder"):
             prepare(source, out, overwrite=overwrite)
         with pytest.raises(ValueError, match="is not a folder; choose another"):
             prepare(source, source, overwrite=overwrite)
@@ -330,7 +330,7 @@ def test_a_damaged_folder_is_replaced_only_when_asked(tmp_path, source):
     out = tmp_path / "out"
     expected = digest(prepare(source, out).folder)
     (out / "val.bin").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"val\.bin has 0 bytes, not .*; overwrite=True replaces it"):
+    with pytest.raises(ValueError, match=r"val\.bin has 0 bytes, not .*; remove the folder, or overwrite it"):
         prepare(source, out)
     assert digest(prepare(source, out, overwrite=True).folder) == expected
 
@@ -384,7 +384,7 @@ def test_another_process_was_quicker(tmp_path, source):
 
 
 def test_a_full_disk_and_a_read_only_place(tmp_path, source, monkeypatch):
-    with pytest.raises(ValueError, match=r"cannot write beside .*input\.txt/out.*choose another out_dir"):
+    with pytest.raises(ValueError, match=r"cannot write beside .*input\.txt/out.*choose another folder"):
         prepare(source, source / "out")
     monkeypatch.setattr(os, "fsync", failing(OSError(28, "No space left on device")))
     with pytest.raises(OSError, match="No space left"):

@@ -13,6 +13,7 @@ import torch
 from attractor.experiments.grid import (
     CellsFailed,
     GridStopped,
+    alone_in,
     ask,
     cell_file,
     origins,
@@ -78,12 +79,22 @@ def test_cells_say_where_they_come_from(tmp_path, monkeypatch):
     assert shown == f"torch 1.0; {provenance({'cells': told})['Versions']}"  # not of who put it together
 
 
-def test_other_settings_are_another_cell(tmp_path):
+def test_cells_of_other_settings_are_not_overwritten(tmp_path):
     run_cells(cells_of(5), work, tmp_path)
+    with pytest.raises(ValueError, match=r"cell-5.json was computed with other settings \(number, text\)"):
+        run_cells({**cells_of(4), "cell-5": {"number": 6, "text": "b"}}, work, tmp_path)
+    assert run_cells(cells_of(5), work, tmp_path) == {"cell-5": {"square": 25}}
+    cell_file(tmp_path, "cell-5").unlink()
     run_cells({"cell-5": {"number": 6}}, work, tmp_path)
-    assert marks(tmp_path) == [5, 6]
+    assert marks(tmp_path) == [5, 6]  # and nothing was computed before the conflict was seen
     cell_file(tmp_path, "cell-5").write_text("{ not JSON")
     assert run_cells({"cell-5": {"number": 6}}, work, tmp_path) == {"cell-5": {"square": 36}}
+
+
+def test_a_folder_has_one_grid_at_a_time(tmp_path):
+    with alone_in(tmp_path), pytest.raises(ValueError, match="another process works in"):
+        run_cells(cells_of(1), work, tmp_path)
+    assert run_cells(cells_of(1), work, tmp_path) == {"cell-1": {"square": 1}}
 
 
 @both_ways

@@ -100,6 +100,8 @@ def test_what_cannot_be_served_is_told_before_it_is_announced(
     told = capsys.readouterr()
     assert "cannot read keys from" in told.err
     assert "dashboard" not in told.out
+    assert cli.main([*serve, "--port", "99999"]) == 1
+    assert "port=99999 must be" in capsys.readouterr().err
 
 
 def test_verify_takes_a_folder_of_a_server_that_was_killed_at_its_start(

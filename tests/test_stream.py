@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def test_stopped_and_resumed_is_the_same(tmp_path):
     again = OnlineLearner.load(tmp_path / "part" / "learner")
     for wrong in ({"third": stream(9)}, {"second": texts["second"], "first": texts["first"]},
                   {**texts, "first": stream(100, seed=5)}):  # fmt: skip
-        with pytest.raises(ValueError, match="other texts"):
+        with pytest.raises(ValueError, match="resume with the same texts"):
             adapt(again, wrong, tmp_path / "part", canary=stream(50, seed=2))
     with pytest.raises(ValueError, match="another canary"):
         adapt(again, texts, tmp_path / "part")
@@ -158,6 +159,34 @@ def test_dense_models_are_told_apart(run_folder, capsys):
 def test_short_texts_and_the_folder_itself(run_folder, capsys):
     assert run("adapt", "run", "--data", "b.txt", "--max-tokens", 1, "--device", "cpu") == 0
     assert run("sample", "run-adapted", "--max-tokens", 3) == 0
+
+
+def test_a_text_that_changed_is_no_measure(run_folder, capsys):
+    """New characters give others new numbers; what the run learned is not what its text says now."""
+    (run_folder / "a.txt").write_text((run_folder / "a.txt").read_text().replace("q", "Q"))
+    shutil.rmtree(run_folder / "data")
+    for verb in (["adapt", "run", "--data", "b.txt"], ["monitor", "run"]):
+        assert run(*verb, "--device", "cpu") == 1
+        assert "has changed since" in capsys.readouterr().err
+    assert run("adapt", "run", "--data", "b.txt", "--canary", "b.txt", "--device", "cpu") == 0
+    (run_folder / "a.txt").unlink()
+    shutil.rmtree(run_folder / "data")
+    assert run("monitor", "run", "--device", "cpu") == 1
+    assert "Without the validation text of run, name another one" in capsys.readouterr().err
+
+
+def test_samples_of_what_was_learned(run_folder, capsys):
+    """Overlays lie beside the base; a sample is of both."""
+    learn = ("--guard", "--update.learning-rate", "0.1", "--budget", 64, "--attention", "whole")
+    assert run("adapt", "run", "--data", "b.txt", "--device", "cpu", *learn) == 0
+    written = []
+    for folder in ("run", "run-adapted"):
+        capsys.readouterr()
+        assert run("sample", folder, "--prompt", "to be", "--temperature", 0, "--max-tokens", 60) == 0
+        written.append(capsys.readouterr().out)
+    assert written[0] != written[1]
+    assert run("info", "run-adapted") == 0
+    assert "overlays         b;" in capsys.readouterr().out
 
 
 def test_guarded(run_folder, capsys):

@@ -285,6 +285,19 @@ def test_scale_warm_up_is_scheduled(dataset, tmp_path):
     assert sorted(set(seen)) == pytest.approx([0.1, 0.55, 1.0])
 
 
+def test_a_model_saved_in_its_warm_up_is_the_one_that_was_measured(dataset, tmp_path):
+    config = config_for(dataset, max_steps=8, scale_warmup_steps=100)
+    model = dataclasses.replace(config.model, per_layer={"1": {"scale": 2.0}})
+    trainer = Trainer(dataclasses.replace(config, model=model), dataset, tmp_path)
+    summary = trainer.run()
+    best = GPT.from_pretrained(checkpoint.find_model(tmp_path)).eval()
+    assert math.exp(evaluate(best, dataset.val)) == pytest.approx(summary["best_val_ppl"], rel=1e-6)
+    first, second = (block.ffn.config.scale for block in best.blocks)
+    assert 0 < first < 1
+    assert second == pytest.approx(2 * first)
+    assert Trainer(trainer.config, dataset, tmp_path).resume()  # and it goes on with its own settings
+
+
 def test_learning_rate():
     train = TrainConfig(max_steps=100, warmup_steps=10, learning_rate=1.0, min_learning_rate=0.1)
     rates = [learning_rate(train, step) for step in range(101)]
@@ -318,6 +331,14 @@ def test_mistakes_are_caught_before_work_starts(dataset, tmp_path):
         Trainer(other, dataset, tmp_path).resume()
     with pytest.raises(ValueError, match="neither a saved model nor the checkpoints of a run"):
         checkpoint.find_model(tmp_path / "nothing")
+    (tmp_path / "other.txt").write_text((dataset.folder.parent / "text.txt").read_text().replace("q", "Q"))
+    changed = prepare(tmp_path / "other.txt", tmp_path / "changed", tokenizer="char")
+    with pytest.raises(ValueError, match="other characters or words than the one"):
+        Trainer(config_for(changed), changed, tmp_path).resume()
+    for damage in ("null", "[]", "{}", '{"batches": 3}'):
+        (checkpoint.Checkpoints(tmp_path).newest("last") / "training.json").write_text(damage)
+        with pytest.raises(ValueError, match=r"last-00000003 (is damaged|holds)"):
+            Trainer(config_for(dataset), dataset, tmp_path).resume()
     assert not Trainer(config_for(dataset), dataset, tmp_path / "new").resume()
     assert math.isinf(Trainer(config_for(dataset), dataset, tmp_path / "new").best_loss)
 

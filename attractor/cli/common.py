@@ -9,7 +9,9 @@ import numpy as np
 
 from attractor.checkpoint import find_model
 from attractor.config import RunConfig
-from attractor.data import Dataset, prepare
+from attractor.data import Dataset, prepare, read_text
+from attractor.tokenizer import Tokenizer, describe
+from attractor.tokenizer import load as load_tokenizer
 
 INTERRUPTED = 75
 """Exit code of a run that a signal stopped after saving: run it again with --resume auto."""
@@ -28,10 +30,29 @@ def dataset_of(config: RunConfig) -> Dataset:
 
 def validation_text(run: Path) -> np.ndarray | None:
     """The validation tokens of a run, if it tells which text it learned."""
-    described = find_model(run) / "run.json"
-    if not described.is_file():
+    folder = find_model(run)
+    if not (folder / "run.json").is_file():
         return None
-    return np.asarray(dataset_of(RunConfig.from_json(described.read_text())).val).astype(np.int64)
+    try:
+        dataset = dataset_of(RunConfig.from_json((folder / "run.json").read_text()))
+    except ValueError as error:
+        raise ValueError(f"{error}. Without the validation text of {run}, name another one") from error
+    if dataset.tokenizer != load_tokenizer(folder / "tokenizer.json"):
+        raise ValueError(
+            f"the text of {run} has changed since: its characters or words have other numbers now. Name "
+            "another text"
+        )
+    return np.asarray(dataset.val).astype(np.int64)
+
+
+def known_tokens(source: str, tokenizer: Tokenizer, most: int | None = None) -> np.ndarray:
+    """The text in a vocabulary that may not know all of its characters; those are left out, and told."""
+    tokens, dropped = tokenizer.encode_known(read_text(source))
+    if dropped:
+        print(f"{source}: left out {describe(dropped)}, which the model does not know", file=sys.stderr)
+    if len(tokens) < 2:
+        raise ValueError(f"{source!r} holds nothing the model knows")
+    return tokens[:most]
 
 
 class progress_bar:

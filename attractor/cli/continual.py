@@ -5,25 +5,24 @@ import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import numpy as np
 import tyro
 
 from attractor import distributed
 from attractor.checkpoint import find_model
-from attractor.cli.common import INTERRUPTED, dataset_of, validation_text
+from attractor.cli.common import INTERRUPTED, known_tokens, validation_text
 from attractor.config import RunConfig, check_size
 from attractor.continual.config import AlsoName, AttentionName, GuardConfig, LearnConfig
 from attractor.continual.guard import BASE
 from attractor.continual.guarded import GuardedLearner
 from attractor.continual.learner import OnlineLearner
 from attractor.continual.stream import adapt
-from attractor.data import read_text
 from attractor.experiments import health
 from attractor.experiments.result import write_result
 from attractor.model import GPT
-from attractor.tokenizer import Tokenizer, describe
+from attractor.tokenizer import Tokenizer
 from attractor.tokenizer import load as load_tokenizer
 from attractor.trainer import stop_on_signal
 
@@ -79,7 +78,7 @@ class Adapt:
             raise ValueError(f"{self.run_folder} holds no tokenizer.json: its tokens are not known")
         names = self._names(learner)
         texts = {
-            name: _tokens(source, learner.tokenizer, self.max_tokens)
+            name: known_tokens(source, learner.tokenizer, self.max_tokens)
             for name, source in zip(names, self.data, strict=True)
         }
         canary = self._canary(learner.tokenizer)
@@ -157,7 +156,7 @@ class Adapt:
 
     def _canary(self, tokenizer: Tokenizer) -> np.ndarray | None:
         if self.canary is not None:
-            return _tokens(self.canary, tokenizer)[: self.canary_tokens]
+            return known_tokens(self.canary, tokenizer)[: self.canary_tokens]
         found = validation_text(self.run_folder)
         if found is None:
             print("no canary: the run does not tell its text; --canary names one", file=sys.stderr)
@@ -247,7 +246,7 @@ class OverlayConsolidate:
     def act(self, learner: GuardedLearner) -> bool:
         if learner.tokenizer is None:
             raise ValueError("there is no tokenizer.json: the canaries cannot be read")
-        canaries = {source: _tokens(source, learner.tokenizer) for source in self.canary}
+        canaries = {source: known_tokens(source, learner.tokenizer) for source in self.canary}
         pending = learner.consolidate(self.name, canaries, self.tolerance)
         for source, (before, after) in pending.figures.items():
             print(f"{source}: perplexity {before:.3f} -> {after:.3f} without a guard")
@@ -312,9 +311,9 @@ class Monitor:
         texts: dict[str, np.ndarray] = {}
         if len(self.data) < 2 and (folder / "run.json").is_file():
             config = RunConfig.from_json((folder / "run.json").read_text())
-            texts[f"{config.data.source} (validation)"] = np.asarray(dataset_of(config).val)
+            texts[f"{config.data.source} (validation)"] = cast(np.ndarray, validation_text(self.run_folder))
         for name in self.data:
-            texts[name] = _tokens(name, load_tokenizer(folder / "tokenizer.json"))
+            texts[name] = known_tokens(name, load_tokenizer(folder / "tokenizer.json"))
         if not texts:
             raise ValueError(f"{folder} does not tell its text; name one with --data")
         values = health.measure(model, {name: text[: self.max_tokens] for name, text in texts.items()})
@@ -332,16 +331,6 @@ class Monitor:
 def _check_different(names: tuple[str, ...]) -> None:
     if not names or len(set(names)) < len(names):
         raise ValueError(f"--data {' '.join(names)}: give one text or more, each once")
-
-
-def _tokens(source: str, tokenizer: Tokenizer, most: int | None = None) -> np.ndarray:
-    """The text in a vocabulary that may not know all of its characters; those are left out, and told."""
-    tokens, dropped = tokenizer.encode_known(read_text(source))
-    if dropped:
-        print(f"{source}: left out {describe(dropped)}, which the model does not know", file=sys.stderr)
-    if len(tokens) < 2:
-        raise ValueError(f"{source!r} holds nothing the model knows")
-    return tokens[:most]
 
 
 def _told(summary: dict[str, Any]) -> str:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from attractor import distributed, presets
 from attractor.cli.common import dataset_of, progress_bar
-from attractor.config import check_size
+from attractor.config import check_seed, check_size
 from attractor.experiments import demo, forgetting, match, retrofit, sensitivity, shifts, table1, table2
 from attractor.experiments.benchmark import Benchmark
 from attractor.experiments.methods import METHODS
@@ -62,6 +62,9 @@ class Table1:
     models: tuple[Literal["dense", "apn"], ...] = ("dense", "apn")
 
     def run(self) -> None:
+        distributed.parse_device(self.device)
+        if not self.models:
+            raise ValueError("--models names no model; say dense, apn or both")
         dataset = dataset_of(presets.paper_dense())
         steps = sum(table1.run_config(model, self.size).train.max_steps for model in self.models)
         with progress_bar(steps // len(self.models), f"table1 {self.size}") as report:
@@ -97,6 +100,7 @@ class Table2:
 
     def run(self) -> None:
         distributed.parse_device(self.device)
+        check_seed(self.seed)
         dataset = dataset_of(presets.paper_dense())
         work = table2.work(self.size)
         with progress_bar(work, f"table2 {self.size}") as report:
@@ -110,11 +114,13 @@ class Table2:
 
 
 def named_texts(option: str, given: tuple[str, ...]) -> dict[str, str]:
-    named = {}
+    named: dict[str, str] = {}
     for text in given:
         label, sign, source = text.partition("=")
         if not sign or not label.replace("-", "").isalnum():
             raise ValueError(f"{option} {text!r} must be NAME=FILE; the name has letters, digits and -")
+        if label in named:
+            raise ValueError(f"{option} names {label!r} twice: {named[label]} and {source}")
         named[label] = source
     return named
 

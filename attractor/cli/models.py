@@ -6,7 +6,7 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import torch
 import tyro
@@ -15,6 +15,7 @@ from attractor import analysis, distributed, ops
 from attractor.checkpoint import find_model, read_metrics
 from attractor.cli.common import INTERRUPTED, dataset_of, progress_bar
 from attractor.config import RunConfig
+from attractor.continual.guarded import GuardedLearner
 from attractor.generate import generate
 from attractor.model import GPT
 from attractor.tokenizer import load as load_tokenizer
@@ -65,7 +66,7 @@ class Sample:
     """Write text with a trained model."""
 
     run_folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(name="run")]
-    """A run, a checkpoint or a saved model."""
+    """A run, a checkpoint or a saved model; or what `adapt --guard` wrote, with its overlays."""
     prompt: str = "\n"
     max_tokens: int = 300
     temperature: float = 0.8
@@ -76,12 +77,13 @@ class Sample:
     device: str = "cpu"
 
     def run(self) -> None:
-        folder = find_model(self.run_folder)
-        model, tokenizer = (
-            GPT.from_pretrained(folder, device=self.device),
-            load_tokenizer(folder / "tokenizer.json"),
-        )
-        tokens = torch.from_numpy(tokenizer.encode(self.prompt))[None].to(self.device)
+        folder, device = find_model(self.run_folder), distributed.parse_device(self.device)
+        tokenizer = load_tokenizer(folder / "tokenizer.json")
+        if (folder / "guard.json").is_file():  # what was learned lies beside the base
+            model = cast(GPT, GuardedLearner.load(folder, device=device).guard)
+        else:
+            model = GPT.from_pretrained(folder, device=device)
+        tokens = torch.from_numpy(tokenizer.encode(self.prompt))[None].to(device)
         shown, written = tokenizer.decode(tokens[0].tolist()), tokens[0].tolist()
         print(shown, end="", flush=True)
         for token in generate(
@@ -134,6 +136,9 @@ def model_card(folder: Path) -> str:
             f"  one token uses {model.num_parameters() - idle:,}",
             f"APN layers       {next(iter(layers.values()))}",
         ]
+    if (folder / "guard.json").is_file():
+        sources = json.loads((folder / "guard.json").read_text())["sources"]
+        lines.append(f"overlays         {', '.join(sources) or 'none'}; the rest is about the base")
     lines.append(f"multiply-adds    {analysis.model_multiply_adds(model):,} per token, forward")
     run = folder.parent.parent
     if (folder / "run.json").is_file():

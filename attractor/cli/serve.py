@@ -13,10 +13,9 @@ import numpy as np
 import tyro
 
 from attractor import distributed
-from attractor.cli.common import validation_text
+from attractor.cli.common import known_tokens, validation_text
 from attractor.continual.config import AlsoName, AttentionName, GuardConfig, LearnConfig, UpdateConfig
 from attractor.continual.guarded import GuardedLearner
-from attractor.data import read_text
 from attractor.model import GPT
 from attractor.serve.journal import SyncName
 from attractor.serve.rules import Rules
@@ -143,7 +142,7 @@ class Serve:
         if len({Path(source).stem for source in self.canary}) < len(self.canary):
             raise ValueError(f"two canaries of one name: {', '.join(self.canary)}; rename one")
         if self.canary:
-            return {Path(source).stem: learner.tokenizer.encode(read_text(source))[:most]
+            return {Path(source).stem: known_tokens(source, learner.tokenizer, most)
                     for source in self.canary}  # fmt: skip
         found = None if self._is_retrofit() else validation_text(self.run_folder)
         return {} if found is None else {"validation": found[:most]}

@@ -63,7 +63,8 @@ def adapt(
             "canary_before": _canary(learner, canary),
         }  # fmt: skip
     elif notes["plan"] != plan:
-        raise ValueError(f"{out} adapts to other texts: {[name for name, *_ in notes['plan']]}; give those")
+        known = ", ".join(f"{count:,} tokens of {name}" for name, count, _ in notes["plan"])
+        raise ValueError(f"{out} adapts to {known}; resume with the same texts, and as many tokens of them")
     elif notes["canary"] != watched:
         raise ValueError(f"{out} watched another canary; give that one, or before and after are two texts")
     out.mkdir(parents=True, exist_ok=True)

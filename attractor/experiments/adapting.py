@@ -17,6 +17,7 @@ import torch
 
 from attractor import monitor
 from attractor import tokenizer as tokenizers
+from attractor.checkpoint import find_model
 from attractor.config import RunConfig
 from attractor.continual.guard import Guard
 from attractor.continual.overlay import fingerprint
@@ -47,7 +48,7 @@ def pretrain(settings: Settings, folder: Path) -> Values:
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=most))
     place = own_folder(folder / "pretrained" / settings["base"], settings)
     values = train_and_measure(config, dataset, place, device=settings["device"], report=lambda record: None)
-    return {**values, "base": fingerprint(load_base(folder, settings["base"], device_of(settings)))}
+    return {**values, "base": fingerprint(GPT.from_pretrained(find_model(place)))}
 
 
 def own_folder(place: Path, settings: Settings) -> Path:

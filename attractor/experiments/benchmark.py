@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from attractor.config import RunConfig, check_size
+from attractor.config import RunConfig, check_number, check_size
 from attractor.distributed import parse_device
 from attractor.experiments import adapting, harm, streams
 from attractor.experiments.grid import (
@@ -91,9 +91,13 @@ class Benchmark:
         if self.seeds is not None:
             check_size("seeds", self.seeds)
             self.plan = dataclasses.replace(self.plan, seeds=self.seeds)
+        if self.minutes is not None:
+            check_number("minutes", self.minutes, "a number, 0 or more", lambda minutes: minutes >= 0)
         self.device = str(parse_device(self.device, must_exist=self.minutes != 0))
         sources = {name: name for name in (HOME, *TARGETS)} | dict(self.domains)
         self.targets = [name for name in sources if name != HOME]
+        if not self.mixture:
+            raise ValueError("the mixture is empty; name the domains that it is made of")
         if unknown := set(self.mixture) - set(sources):
             raise ValueError(f"the mixture names {sorted(unknown)}; domains: {', '.join(sources)}")
         self.hashes = read_domains(self.plan, sources, self.folder)

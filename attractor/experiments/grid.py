@@ -9,13 +9,15 @@ compute next may depend on what came out: an inquiry is a generator that yields 
 and returns what it found. Of several none waits for another, and what two ask for is computed once.
 """
 
+import fcntl
 import json
 import logging
 import multiprocessing
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Hashable, Iterable, Mapping
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar, cast
@@ -51,6 +53,10 @@ class GridStopped(RuntimeError):
     """There was no time for all cells. Run again to go on."""
 
 
+class OtherSettings(ValueError):
+    """A cell of that name is there, and was computed with other settings."""
+
+
 def ask(cells: Mapping[str, Settings]) -> Inquiry[dict[str, Values]]:
     """For these cells, and nothing else."""
     return (yield cells)
@@ -81,15 +87,30 @@ def run_inquiries(
     """
     check_size("jobs", jobs)
     desk = _Desk(inquiries, folder, report)
-    try:
-        desk.open()
-        if jobs == 1:
-            _in_turn(desk, work, stop)
-        else:
-            _side_by_side(desk, work, stop, jobs, [] if idle is None else idle)
-    finally:
-        desk.close()
+    with alone_in(folder):
+        try:
+            desk.open()
+            if jobs == 1:
+                _in_turn(desk, work, stop)
+            else:
+                _side_by_side(desk, work, stop, jobs, [] if idle is None else idle)
+        finally:
+            desk.close()
     return desk.results()
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Two grids in one folder would write the same files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"another process works in {folder}: wait for it, or give another folder (--out)"
+            ) from error
+        yield
 
 
 class _Desk(Generic[Key, T]):
@@ -122,6 +143,8 @@ class _Desk(Generic[Key, T]):
                 answer = {name: self.values[name] for name in cells}
         except StopIteration as end:
             self.done[key] = end.value
+        except OtherSettings:  # before anything is overwritten
+            raise
         except Exception as mistake:  # the others go on
             self.mistakes.append(mistake)
 
@@ -131,6 +154,11 @@ class _Desk(Generic[Key, T]):
                 raise ValueError(f"cell {name} is asked for with two settings")
             return
         self.cells[name] = settings
+        if differing := other_settings(self.folder, name, settings):
+            raise OtherSettings(
+                f"{cell_file(self.folder, name)} was computed with other settings ({', '.join(differing)}): "
+                "give another folder (--out), or remove it"
+            )
         if (known := read_cell(self.folder, name, settings)) is None:
             self.waiting.append(name)
         else:
@@ -186,6 +214,15 @@ def read_cell(folder: Path, name: str, settings: Settings) -> Values | None:
         return saved["values"] if saved["settings"] == settings else None
     except (OSError, ValueError, LookupError, TypeError):
         return None
+
+
+def other_settings(folder: Path, name: str, settings: Settings) -> list[str]:
+    """Which settings of the cell that is there differ from these; none if there is none that can be read."""
+    try:
+        saved = json.loads(cell_file(folder, name).read_text())["settings"]
+        return sorted(key for key in saved.keys() | settings.keys() if saved.get(key) != settings.get(key))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return []
 
 
 def origins(folder: Path, names: Iterable[str]) -> list[dict[str, Any]]:

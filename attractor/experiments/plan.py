@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -148,11 +149,14 @@ def domain(plan: Plan, folder: Path, name: str) -> Text:
 
 
 def load_base(folder: Path, name: str, device: torch.device) -> GPT:
-    place = folder / "pretrained" / name
-    if not place.is_dir():
+    """The model of a pretrain cell, and no other one."""
+    place, cell = folder / "pretrained" / name, folder / "cells" / f"pretrain-{name}.json"
+    mark = place / "settings.json"
+    known = mark.is_file() and cell.is_file()
+    if not known or json.loads(mark.read_text()) != json.loads(cell.read_text())["settings"]:
         raise ValueError(
-            f"{place} is not there: its cell came without the model. Remove cells/pretrain-{name}.json, and "
-            "it is trained again; cells that are there started from another one, and the result will say so"
+            f"{place} does not hold the model that cells/{cell.name} tells of. Remove that file, and it is "
+            "trained again; cells that are there started from another one, and the result will say so"
         )
     return GPT.from_pretrained(find_model(place), device=device).eval()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from attractor import corpora
 from attractor.tokenizer import PretrainedTokenizer
@@ -49,7 +50,7 @@ def load_pretrained(
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False, **options)
         files = {key: value for key, value in options.items() if key == "gguf_file"}
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **files)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
             f"no model could be read from {str(source)!r}: a folder, a .gguf file, a name on the hub or "

@@ -45,6 +45,8 @@ class ServeSettings:
             "max_texts", "max_lessons",
         ):  # fmt: skip
             check_size(name, getattr(self, name))
+        if type(self.port) is not int or not 0 <= self.port < 1 << 16:
+            raise ValueError(f"port={self.port!r} must be an integer, 0 to 65535")
         check_number("body_timeout", self.body_timeout, "a number above 0", lambda seconds: seconds > 0)
         if self.keys is None and not is_loopback(self.host):
             raise ValueError(
