@@ -249,6 +249,9 @@ def test_the_experiment(folder, text, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:  # another shape is another cell for nobody else
         patch.setitem(experiment.PLANS["smoke"], "apn", {"num_patches": 4, "top_k": 2, "rank": 4})
+        with pytest.raises(ValueError, match=r"APN_beside-0\.001-0\.json was computed with other settings"):
+            experiment.run("smoke", tmp_path, tmp_path / "more.json", **options)
+        (tmp_path / "cells" / "new-APN_beside-0.001-0.json").unlink()
         seen.clear()
         experiment.run("smoke", tmp_path, tmp_path / "more.json", **options, report=seen.append)
     assert [record["cell"] for record in seen if not record["found"]] == ["new-APN_beside-0.001-0"]
