@@ -119,7 +119,7 @@ class CharTokenizer(Tokenizer):
         if dropped:
             raise ValueError(
                 f"characters not in the vocabulary of {self.vocab_size}: {describe(dropped)}; "
-                "encode_known() leaves them out and counts them"
+                "leave them out (in Python, encode_known does that)"
             )
         return ids
 

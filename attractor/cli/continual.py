@@ -318,6 +318,8 @@ class Monitor:
             raise ValueError(f"{folder} does not tell its text; name one with --data")
         values = health.measure(model, {name: text[: self.max_tokens] for name, text in texts.items()})
         print(health.table(values))
+        if (folder / "guard.json").is_file():
+            print(f"{self.run_folder} has overlays; this is about the base alone", file=sys.stderr)
         picture = self.plot or self.run_folder.resolve() / "monitor.png"
         health.plot(values, picture)
         print(f"picture: {picture}")

@@ -164,7 +164,7 @@ def path_of(service: Service, model: str) -> str | None:
         return None
     path = model.removeprefix(f"{service.name}:")
     if path == model or path not in service.paths():
-        message = f"there is no model {model[:200]!r}: GET /v1/models names them"
+        message = f"there is no model {model[:200]!r}; the list of models names them"
         raise Problem(404, message, param="model", code="model_not_found")
     return path
 
