@@ -183,7 +183,7 @@ class Trainer:
             self.best_step = progress["best_step"]
             self.evaluations_since_best = progress["evaluations_since_best"]
         except (LookupError, TypeError, AttributeError, RuntimeError) as error:
-            raise ValueError(f"{found['folder']} is damaged: {error!r}; remove it, or start anew") from error
+            raise ValueError(f"the run cannot go on from {found['folder']}: {error!r}") from error
         return True
 
     def _with_scale(self) -> GPTConfig:

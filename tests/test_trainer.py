@@ -337,7 +337,7 @@ def test_mistakes_are_caught_before_work_starts(dataset, tmp_path):
         Trainer(config_for(changed), changed, tmp_path).resume()
     for damage in ("null", "[]", "{}", '{"batches": 3}'):
         (checkpoint.Checkpoints(tmp_path).newest("last") / "training.json").write_text(damage)
-        with pytest.raises(ValueError, match=r"last-00000003 (is damaged|holds)"):
+        with pytest.raises(ValueError, match=r"cannot go on from .*last-00000003: "):
             Trainer(config_for(dataset), dataset, tmp_path).resume()
     assert not Trainer(config_for(dataset), dataset, tmp_path / "new").resume()
     assert math.isinf(Trainer(config_for(dataset), dataset, tmp_path / "new").best_loss)

@@ -154,16 +154,17 @@ class _Desk(Generic[Key, T]):
                 raise ValueError(f"cell {name} is asked for with two settings")
             return
         self.cells[name] = settings
-        if differing := other_settings(self.folder, name, settings):
+        if (saved := _saved(self.folder, name)) is None:
+            self.waiting.append(name)
+            return
+        known, self.values[name] = saved
+        if known != settings:
+            differing = sorted(key for key in known | settings if known.get(key) != settings.get(key))
             raise OtherSettings(
                 f"{cell_file(self.folder, name)} was computed with other settings ({', '.join(differing)}): "
                 "give another folder (--out), or remove it"
             )
-        if (known := read_cell(self.folder, name, settings)) is None:
-            self.waiting.append(name)
-        else:
-            self.values[name] = known
-            self.report({"cell": name, "found": True})
+        self.report({"cell": name, "found": True})
 
     def keep(self, name: str, values: Values | None, error: str = "") -> None:
         """A cell was computed, or failed: whoever waits for it goes on, or ends."""
@@ -209,20 +210,17 @@ def cell_file(folder: Path, name: str) -> Path:
 
 def read_cell(folder: Path, name: str, settings: Settings) -> Values | None:
     """What a cell computed, if it did so with these settings."""
+    saved = _saved(folder, name)
+    return saved[1] if saved is not None and saved[0] == settings else None
+
+
+def _saved(folder: Path, name: str) -> tuple[Settings, Values] | None:
+    """The settings and the values of a cell, if there is one that can be read."""
     try:
         saved = json.loads(cell_file(folder, name).read_text())
-        return saved["values"] if saved["settings"] == settings else None
+        return dict(saved["settings"]), dict(saved["values"])
     except (OSError, ValueError, LookupError, TypeError):
         return None
-
-
-def other_settings(folder: Path, name: str, settings: Settings) -> list[str]:
-    """Which settings of the cell that is there differ from these; none if there is none that can be read."""
-    try:
-        saved = json.loads(cell_file(folder, name).read_text())["settings"]
-        return sorted(key for key in saved.keys() | settings.keys() if saved.get(key) != settings.get(key))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return []
 
 
 def origins(folder: Path, names: Iterable[str]) -> list[dict[str, Any]]:
