@@ -142,6 +142,11 @@ def test_who_diverged_is_named_and_not_drawn():
     (chart,) = accounts.match_plots(Result(Path("m.json"), {"datasets": {"kjv": rows}})).values()
     assert chart.count("<circle") == 1
     assert "not drawn, not finite: &lt;apn&gt;" in chart
+    x, low, high = map(float, re.search(r'class="spread" d="M(\S+) (\S+)V(\S+)"', chart).groups())
+    middle = re.search(r'cx="(\S+)" cy="(\S+)"', chart).groups()
+    assert (x, (low + high) / 2) == pytest.approx(
+        tuple(map(float, middle)), abs=0.1
+    ) and low > high + 50  # seeds
 
 
 def test_promises_are_judged_only_at_full_size():

@@ -206,11 +206,21 @@ def trajectories(rows: Rows, numbers: Mapping[str, int], name: str, *, faint: bo
     return frame.draw(clipped, description, note + left_out)
 
 
-def scatter(points: Mapping[str, tuple[float, float]], x_title: str, y_title: str, description: str) -> str:
-    """Named points, one for each model. In a crowd those that stand out are labelled."""
+def scatter(
+    points: Mapping[str, tuple[float, float]],
+    x_title: str,
+    y_title: str,
+    description: str,
+    spreads: Mapping[str, tuple[float, float]] | None = None,
+) -> str:
+    """Named points, one for each model, and from where to where its seeds go, if there are several.
+
+    In a crowd those that stand out are labelled.
+    """
     found = {name: point for name, point in points.items() if all(map(math.isfinite, point))}
+    reach = {name: spread for name, spread in (spreads or {}).items() if name in found}
     xs, ys = ([point[axis] for point in found.values()] or [0.0] for axis in (0, 1))
-    frame = Frame(xs, ys, x_title, y_title)
+    frame = Frame(xs, [*ys, *(end for spread in reach.values() for end in spread)], x_title, y_title)
     middle = frame.x(median(xs)), frame.y(median(ys))
     at = {name: (frame.x(x), frame.y(y)) for name, (x, y) in found.items()}
     order = sorted(at, key=lambda name: -math.dist(at[name], middle))
@@ -222,6 +232,9 @@ def scatter(points: Mapping[str, tuple[float, float]], x_title: str, y_title: st
         text = escape(f"{name}: {x_title} {x:.4g}, {y_title} {y:.4g}")
         spot = f'cx="{at[name][0]:.1f}" cy="{at[name][1]:.1f}" r="4.5"'
         circle = f'<circle class="stop" {spot}><title>{text}</title></circle>'
+        if name in reach:
+            low, high = map(frame.y, reach[name])
+            circle = f'<path class="spread" d="M{at[name][0]:.1f} {low:.1f}V{high:.1f}"/>{circle}'
         marks += f'<g class="{family(name)}">{circle}{label}</g>'
     return frame.draw(marks, description, _left_out(points, found))
 
