@@ -204,7 +204,8 @@ def test_pieces_do_not_matter_between_updates(mode):
         )  # fmt: skip
         torch.manual_seed(0)
         allocation = AllocationConfig(mode=mode, novelty=100.0, window=30, cooldown=1)
-        learn = LearnConfig(update=UpdateConfig(learning_rate=1e-2), budget=24, allocation=allocation)
+        update = UpdateConfig(learning_rate=1e-2)
+        learn = LearnConfig(update=update, budget=24, allocation=allocation, rate_horizon=50)
         learners.append(OnlineLearner(GPT(config), TOKENIZER, learn))
     whole, pieces = learners
     tokens = stream(121)
@@ -280,6 +281,22 @@ def test_prototypes_follow_their_tokens(apn):
         lengths = [p.unflatten(1, (groups, -1)).norm(dim=-1) for p in (layer.prototypes, start[number])]
         torch.testing.assert_close(lengths[0], lengths[1], rtol=1e-3, atol=1e-6)
         assert after[number].confidence.mean() > confidence[number].confidence.mean()
+
+
+@pytest.mark.parametrize("update", [{"rule": "sgd"}, {"weight_decay": 0.1}], ids=str)
+def test_a_rate_that_falls(update):
+    """After 24 tokens and with a horizon of 8, a step is that of half the rate."""
+    falling = learner_of(rate_horizon=8, update=update)
+    falling.observe(stream(24))
+    constant = copy.deepcopy(falling)
+    constant.config = dataclasses.replace(constant.config, rate_horizon=None)
+    whole = copy.deepcopy(constant)
+    constant.learning_rate *= 0.5
+    for learner in (falling, constant, whole):
+        assert learner.observe(stream(8, seed=1)).updates == 1
+    assert_same(state_of(falling), state_of(constant))
+    number = next(iter(whole.layers))
+    assert not torch.equal(whole.layers[number].decoder, falling.layers[number].decoder)
 
 
 def test_sources_do_not_share_context():
@@ -405,7 +422,8 @@ def test_mistakes():
     with pytest.raises(ValueError, match="below the 12 patches"):
         learner_of(allocation=AllocationConfig(mode="grow", most_patches=3))
     for wrong in (
-        {"budget": 0}, {"max_patches": 0}, {"prototype_rate": 1.0}, {"prototype_rate": -0.1},
+        {"budget": 0}, {"max_patches": 0}, {"rate_horizon": 0},
+        {"prototype_rate": 1.0}, {"prototype_rate": -0.1},
         {"update": {"max_change": 0.0}}, {"update": {"max_decoder": -1.0}},
         {"prototype_rate": 0.1, "update": {"train": ("prototypes",)}},
         {"allocation": AllocationConfig(mode="grow"), "update": {"train": ("gates",)}},

@@ -14,6 +14,7 @@ from attractor.continual.guard import Guard
 from attractor.continual.guarded import GuardedLearner
 from attractor.continual.learner import OnlineLearner
 from attractor.continual.overlay import Branch, Overlay, fingerprint
+from attractor.continual.update import LocalUpdate
 from attractor.evaluate import evaluate
 
 KINDS = {
@@ -279,6 +280,35 @@ def test_a_failed_lesson_is_accounted_for(monkeypatch):
     fresh = Branch(learner.base, roles=learner.config.learn.update.train)
     fresh.apply(held.versions[2])
     assert same(weights(fresh.model), weights(held.branch.model))
+
+
+def test_a_falling_rate_goes_on_where_it_was(tmp_path, monkeypatch):
+    """It is the overlay's age that counts, whatever became of the learner in between."""
+    scales, step = [], LocalUpdate.step
+
+    def spy(self, *arguments, rate_scale, **options):
+        scales.append(rate_scale)
+        return step(self, *arguments, rate_scale=rate_scale, **options)
+
+    monkeypatch.setattr(LocalUpdate, "step", spy)
+    learner = guarded()
+    config = dataclasses.replace(
+        learner.config, learn=dataclasses.replace(learner.config.learn, rate_horizon=8)
+    )
+    learner = GuardedLearner(learner.base, TOKENIZER, config)
+    for seed in range(3):
+        learner.observe(stream(8, seed=seed), source="web")
+    learner.save(tmp_path / "saved")
+    learner.export("web", tmp_path / "web")
+    learner.observe(stream(8), source="mail")  # is young
+    other = GuardedLearner(learner.base, TOKENIZER, config)
+    other.import_overlay(tmp_path / "web", "web")
+    for heir in (GuardedLearner.load(tmp_path / "saved"), other):
+        heir.observe(stream(8), source="web")
+    learner.rollback("web", 1)
+    learner.observe(stream(8), source="web")
+    ages = [0, 8, 16, 0, 24, 24, 8]
+    assert scales == pytest.approx([(1 + age / 8) ** -0.5 for age in ages])
 
 
 def test_growth_ends_however_often_it_is_loaded(tmp_path):

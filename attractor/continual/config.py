@@ -129,6 +129,8 @@ class LearnConfig(JSONConfig):
     allocation: AllocationConfig = field(default_factory=AllocationConfig)
     budget: int = 1024
     """B: learn once in so many tokens of the stream, and when the source changes or the learner is saved."""
+    rate_horizon: int | None = None
+    """Tokens after which updates are 0.7 as large: rate / sqrt(1 + tokens so far / this). None: as large."""
     max_patches: int | None = None
     """Of the patches a step could teach, only so many learn: those used here more than usual."""
     prototype_rate: float = 0.0
@@ -143,8 +145,9 @@ class LearnConfig(JSONConfig):
     def __post_init__(self) -> None:
         for name in ("budget", "max_observation"):
             check_size(name, getattr(self, name))
-        if self.max_patches is not None:
-            check_size("max_patches", self.max_patches)
+        for name in ("max_patches", "rate_horizon"):
+            if getattr(self, name) is not None:
+                check_size(name, getattr(self, name))
         check_number("prototype_rate", self.prototype_rate, "a share, 0 <= rate < 1", lambda r: 0 <= r < 1)
         check_number("scale_factor", self.scale_factor)
         if not isinstance(self.dropout, bool):

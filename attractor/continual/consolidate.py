@@ -132,5 +132,5 @@ def _moved(learner: "GuardedLearner", base: GPT, base_hash: str, held: "Source")
             parameter.copy_(theirs[name])
     moved = copy.copy(held)
     moved.branch, moved.versions, moved.usual = branch, {}, ()
-    moved.learner = learner._teacher(branch)
+    moved.learner = learner._teacher(branch, held.tokens)
     return moved

@@ -48,7 +48,6 @@ class Source:
 
     branch: Branch
     learner: OnlineLearner
-    tokens: int = 0
     last_used: int = 0  # when it last learned, in tokens of the learner's life
     version: int = 0
     versions: dict[int, Overlay] = dataclasses.field(default_factory=dict)
@@ -58,6 +57,11 @@ class Source:
     @property
     def model(self) -> GPT:
         return self.branch.model
+
+    @property
+    def tokens(self) -> int:
+        """That it has learned from."""
+        return self.learner.totals.tokens
 
 
 class GuardedLearner:
@@ -121,7 +125,6 @@ class GuardedLearner:
 
     def _account(self, source: str, held: Source, tokens: np.ndarray, seen: Observation) -> None:
         self.totals = self.totals.after(seen, held.learner.totals.surprise)
-        held.tokens += seen.tokens
         held.last_used = self.totals.tokens
         size = self.config.piece
         learned = tokens[: seen.tokens][-size * domains.REMEMBERED :]
@@ -189,8 +192,9 @@ class GuardedLearner:
 
     def _from_folder(self, folder: str | Path) -> Source:
         overlay = Overlay.load(folder, device=self.device)
-        held, notes = self.new_source(overlay), overlay.notes
-        held.tokens, held.last_used = whole_number(notes.get("tokens", 0)), self.totals.tokens
+        notes = overlay.notes
+        held = self.new_source(overlay, whole_number(notes.get("tokens", 0)))
+        held.last_used = self.totals.tokens
         held.usual = domains.usual_in(notes.get("usual", []))
         if version := whole_number(notes.get("version", 0)):  # it goes on to count
             held.version, held.versions = version, {version: held.branch.overlay(**notes)}
@@ -228,12 +232,12 @@ class GuardedLearner:
         self.totals = self.totals.after(seen, self.totals.surprise)
         return seen
 
-    def new_source(self, overlay: Overlay | None = None) -> Source:
-        """A path that starts as the base, or as this overlay; nobody else knows it yet."""
+    def new_source(self, overlay: Overlay | None = None, tokens: int = 0) -> Source:
+        """A path that starts as the base, or as this overlay of so many tokens; nobody else knows it yet."""
         branch = self._branch(self.base, self.base_hash)
         if overlay is not None:
             branch.apply(overlay)
-        return Source(branch, self._teacher(branch))
+        return Source(branch, self._teacher(branch, tokens))
 
     def _branch(self, base: GPT, base_hash: str) -> Branch:
         config = self.config
@@ -242,7 +246,7 @@ class GuardedLearner:
             also=config.also, base_hash=base_hash,
         )  # fmt: skip
 
-    def _teacher(self, branch: Branch) -> OnlineLearner:
+    def _teacher(self, branch: Branch, tokens: int) -> OnlineLearner:
         others = cast(dict[str, Tensor], branch.others)
         learner = OnlineLearner(
             branch.model, self.tokenizer, self.config.learn, others=others, precision=self.precision
@@ -250,6 +254,7 @@ class GuardedLearner:
         if self.config.learn.allocation.most_patches is None:  # twice the base's, however grown we are
             most = {number: 2 * layer.num_patches for number, layer in self.base.apn_layers().items()}
             learner.allocator.most = most
+        learner.totals = Totals(tokens=tokens)
         return learner
 
     def _keep_version(self, held: Source, **notes: Any) -> None:
@@ -335,8 +340,8 @@ class GuardedLearner:
             raise ValueError(f"version {version} of {name!r} is not kept; there are {sorted(held.versions)}")
         tokens = whole_number(held.versions[version].notes.get("tokens"))
         held.branch.apply(held.versions[version])
-        held.learner = self._teacher(held.branch)
-        held.version, held.tokens, held.usual = version, tokens, ()
+        held.learner = self._teacher(held.branch, tokens)
+        held.version, held.usual = version, ()
         self.measure(held)
         held.versions = {number: kept for number, kept in held.versions.items() if number <= version}
 
@@ -458,9 +463,9 @@ class GuardedLearner:
             for name, kept in cast(Mapping[str, Any], state["sources"]).items():
                 learner.check_name(name)
                 place = found / "overlays" / name
-                held = learner.new_source(Overlay.load(place, device=device))
-                held.version, held.tokens = whole_number(kept["version"]), whole_number(kept["tokens"])
-                held.last_used = whole_number(kept["last_used"])
+                overlay = Overlay.load(place, device=device)
+                held = learner.new_source(overlay, whole_number(kept["tokens"]))
+                held.version, held.last_used = whole_number(kept["version"]), whole_number(kept["last_used"])
                 held.usual = domains.usual_in(kept["usual"])
                 held.recent = learner._tokens(kept["recent"]) if kept["recent"] else held.recent
                 held.versions = {

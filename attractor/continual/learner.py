@@ -109,7 +109,7 @@ class OnlineLearner:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next update. Whoever has a schedule sets it; it is not saved."""
+        """Before `rate_horizon` makes it smaller. Whoever has a schedule sets it; it is not saved."""
         return self.update.learning_rate
 
     @learning_rate.setter
@@ -309,8 +309,12 @@ class OnlineLearner:
                     used = lesson.counts[number].cpu(), usual.cpu()
                     patches = most_specific(patches, *used, self.config.max_patches)
                 taught[number] = patches
+            horizon = self.config.rate_horizon or math.inf
             with self._gradients(lesson.gradients):
-                changes = self.update.step(taught, gradient_scale=1 / lesson.taught, undo=undo)
+                changes = self.update.step(
+                    taught, gradient_scale=1 / lesson.taught, undo=undo,
+                    rate_scale=(1 + (token - lesson.tokens) / horizon) ** -0.5,
+                )  # fmt: skip
             if self.config.prototype_rate:
                 for number, patches in taught.items():
                     toward, amount = lesson.toward[number], lesson.amount[number]

@@ -245,12 +245,18 @@ class LocalUpdate:
 
     @torch.no_grad()
     def step(
-        self, taught: Mapping[Any, Tensor], *, gradient_scale: float = 1.0, undo: Undo | None = None
+        self,
+        taught: Mapping[Any, Tensor],
+        *,
+        gradient_scale: float = 1.0,
+        rate_scale: float = 1.0,
+        undo: Undo | None = None,
     ) -> dict[Any, float]:
         """Learn from the gradients: patches by layer. Returns the length of the largest change of a patch.
 
         Parameters that belong to no single patch (the encoder, say) learn whenever any patch does.
         """
+        rate = self.learning_rate * rate_scale
         if unknown := set(taught) - set(self.layers):
             raise ValueError(f"unknown layers {sorted(map(str, unknown))}")
         parts = {number: self._parts(number, patches) for number, patches in taught.items()}
@@ -259,9 +265,9 @@ class LocalUpdate:
             return dict.fromkeys(taught, 0.0)
         others = [Part(f"other.{name}", name, other, None, False) for name, other in self.others.items()]
         writes: list[Write] = []
-        changes = self._changes([*learning, *others], gradient_scale, writes)
+        changes = self._changes([*learning, *others], gradient_scale, rate, writes)
         lengths = {
-            number: self._place([(part, changes[part.key]) for part in own], writes)
+            number: self._place([(part, changes[part.key]) for part in own], rate, writes)
             for number, own in parts.items()
         }
         for part in others:
@@ -289,7 +295,7 @@ class LocalUpdate:
         return found
 
     def _changes(
-        self, parts: Sequence[Part], gradient_scale: float, writes: list[Write]
+        self, parts: Sequence[Part], gradient_scale: float, rate: float, writes: list[Write]
     ) -> dict[str, Tensor]:
         """How each moves by the rule; what its moments become is appended to `writes`.
 
@@ -298,7 +304,7 @@ class LocalUpdate:
         config = self.config
         gradients = self._gradients(parts, gradient_scale)
         if config.rule == "sgd":
-            return _by_key(parts, torch._foreach_mul(gradients, -self.learning_rate))
+            return _by_key(parts, torch._foreach_mul(gradients, -rate))
         old = [[part.of(self.state[f"{part.key}.{name}"]) for part in parts] for name in MOMENTS]
         means = torch._foreach_lerp(gradients, old[0], config.beta1)
         squares = torch._foreach_lerp(torch._foreach_mul(gradients, gradients), old[1], config.beta2)
@@ -310,7 +316,7 @@ class LocalUpdate:
             ]
         spread = torch._foreach_sqrt(_unbiased(squares, config.beta2, steps))
         torch._foreach_add_(spread, EPSILON)
-        changes = _unbiased(torch._foreach_mul(means, -self.learning_rate), config.beta1, steps)
+        changes = _unbiased(torch._foreach_mul(means, -rate), config.beta1, steps)
         torch._foreach_div_(changes, spread)
         return _by_key(parts, changes)
 
@@ -322,13 +328,13 @@ class LocalUpdate:
         norm = (scale * torch.nn.utils.get_total_norm(found)).clamp(min=1e-30)
         return torch._foreach_mul(found, scale * (self.config.clip_norm / norm).clamp(max=1))
 
-    def _place(self, moved: list[tuple[Part, Tensor]], writes: list[Write]) -> Tensor:
+    def _place(self, moved: list[tuple[Part, Tensor]], rate: float, writes: list[Write]) -> Tensor:
         """Append where the parameters of one layer go, within the caps; returns the largest change."""
         config = self.config
         if not moved:
             return torch.zeros((), device=self._device())
         if config.weight_decay:
-            decay = self.learning_rate * config.weight_decay
+            decay = rate * config.weight_decay
             moved = [
                 (part, change - decay * precise(part.of(part.parameter)))
                 if ROLES[part.name] == "decoders"

@@ -37,7 +37,7 @@ def tensors_of(held: Source) -> dict[str, Tensor]:
 
 def fields_of(held: Source) -> dict[str, Any]:
     """The rest of it: counters, as JSON."""
-    return {**states.counters_of(held.learner), "tokens": held.tokens, "lessons": held.version}
+    return {**states.counters_of(held.learner), "lessons": held.version}
 
 
 @torch.no_grad()
@@ -55,7 +55,7 @@ def fill(held: Source, tensors: Mapping[str, Tensor], fields: Mapping[str, Any])
     if fields:
         state = {**fields, "history": [], "notes": {}, "source": None}
         states.restore(held.learner, state, {name: value.clone() for name, value in own.items()})
-        held.tokens, held.version = fields["tokens"], fields["lessons"]
+        held.version = fields["lessons"]
 
 
 @dataclass

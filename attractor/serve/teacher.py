@@ -139,7 +139,7 @@ class Teacher:
                 answer, change, version = self._attempt(held, source, tokens, key, undo)
         except NotFiniteUpdate as error:
             raise Refused(f"the lesson would not leave finite numbers: {error}") from error
-        held.tokens, held.version = held.tokens + answer["tokens"], held.version + 1
+        held.version += 1
         self.sources[source], self.changed[source] = held, version
         self.touched.setdefault(source, Touched()).add(change)
         self.progressive.append({"version": version, "loss": answer["loss"], "source": source})
@@ -171,8 +171,7 @@ class Teacher:
             "tokens": seen.tokens, "taught": seen.taught, "held_back": seen.held_back, "patches": touched,
             "bytes": sum(tensor.nbytes for tensor in tensors.values()), "canaries": figures,
         }  # fmt: skip
-        fields = fields_of(held)
-        fields |= {"tokens": held.tokens + seen.tokens, "lessons": held.version + 1}
+        fields = {**fields_of(held), "lessons": held.version + 1}
         told = {"source": source, "key": key, "answer": answer, "fields": fields, "at": now()}
         self._commit("lesson", told, tensors)
         self._watch(version, figures)
