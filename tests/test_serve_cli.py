@@ -102,6 +102,13 @@ def test_what_cannot_be_served_is_told_before_it_is_announced(
     assert "dashboard" not in told.out
     assert cli.main([*serve, "--port", "99999"]) == 1
     assert "port=99999 must be" in capsys.readouterr().err
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        assert cli.main([*serve, "--port", port]) == 1
+    told = capsys.readouterr()
+    assert "address already in use" in told.err
+    assert f"nothing can listen on 127.0.0.1, port {port}" in told.err
+    assert "dashboard" not in told.out
 
 
 def test_verify_takes_a_folder_of_a_server_that_was_killed_at_its_start(

@@ -94,13 +94,24 @@ class Serve:
             limits=self.limits, sync=self.sync, learning=self.learn, stop_tokens=self._ends(learner),
         ) as service:  # fmt: skip
             app = create_app(service, settings)
-            server = Server(uvicorn_config(app, settings, self.limits.drain + 30), service)
-            if service.store.recovered:
-                print(f"the journal ended in the middle of a record: {service.store.recovered}")
-            print(f"{service.name}, version {service.version}, paths: {', '.join(service.paths())}")
-            print(f"http://{self.host}:{self.port}/ is the dashboard, /v1 the API. Ctrl-C ends politely.")
-            with no_signal_twice():
-                server.run()
+
+            def announce(port: int) -> None:
+                if service.store.recovered:
+                    print(f"the journal ended in the middle of a record: {service.store.recovered}")
+                print(f"{service.name}, version {service.version}, paths: {', '.join(service.paths())}")
+                host = f"[{self.host}]" if ":" in self.host else self.host
+                print(
+                    f"http://{host}:{port}/ is the dashboard, /v1 the API. Ctrl-C ends politely.", flush=True
+                )
+
+            server = Server(uvicorn_config(app, settings, self.limits.drain + 30), service, announce)
+            try:
+                with no_signal_twice():
+                    server.run()
+            except SystemExit as error:  # of uvicorn, which has said why
+                raise ValueError(
+                    f"nothing can listen on {self.host}, port {self.port}: choose another"
+                ) from error
         print(f"version {service.version} is in {data}")
         return 0
 

@@ -7,6 +7,7 @@ Server(uvicorn_config(app, settings), service).run()
 import asyncio
 import logging
 import math
+from collections.abc import Callable
 from socket import socket
 
 import uvicorn
@@ -55,9 +56,17 @@ def _name(route: BaseRoute) -> str:
 class Server(uvicorn.Server):
     """Ends with its service: texts under way get their time, and whoever waits gets an answer."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(
+        self, config: uvicorn.Config, service: Service, ready: Callable[[int], object] = lambda port: None
+    ) -> None:
+        """`ready` is told the port when it can be asked, and not at all if somebody else has it."""
         super().__init__(config)
-        self.service = service
+        self.service, self.ready = service, ready
+
+    async def startup(self, sockets: list[socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self.ready(self.servers[0].sockets[0].getsockname()[1])
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         log.info("finishing what was begun, and writing a snapshot")
