@@ -86,7 +86,8 @@ def consolidate(
         )
     figures = {
         text: tuple(
-            perplexity(evaluate(path, learner._tokens(tokens))) for path in (learner.base, held.branch.model)
+            perplexity(evaluate(path, learner.tokens_in(tokens)))
+            for path in (learner.base, held.branch.model)
         )
         for text, tokens in canaries.items()
     }

@@ -10,7 +10,7 @@ stream are not, so a loaded learner predicts to the bit and learns on with fresh
 """
 
 import dataclasses
-import json
+import functools
 import logging
 import math
 import re
@@ -25,6 +25,7 @@ from torch import Tensor
 
 from attractor.checkpoint import load_model, write_folder
 from attractor.continual import domains
+from attractor.continual import guarded_files as files
 from attractor.continual.config import GuardConfig
 from attractor.continual.consolidate import Consolidation, consolidate
 from attractor.continual.gates import Surprise
@@ -104,7 +105,7 @@ class GuardedLearner:
         explains is what it predicts no worse than it is used to; `calibrate` tells what the base is used to.
         """
         self._settled()
-        tokens = self._tokens(text)
+        tokens = self.tokens_in(text)
         if source is None:
             return domains.observe(self, tokens)
         is_new = source not in self.sources
@@ -140,11 +141,11 @@ class GuardedLearner:
 
     def explained_by(self, text: Text) -> str | None:
         """The path that a text belongs to, by `domains.owner`; None if no path explains it."""
-        return domains.owner(self, self._tokens(text))
+        return domains.owner(self, self.tokens_in(text))
 
     def calibrate(self, text: Text) -> float:
         """What the base is used to: its losses on a text of its own domain. Returns their mean."""
-        self.usual = Surprise().after(self.losses(self.base, self._tokens(text)))
+        self.usual = Surprise().after(self.losses(self.base, self.tokens_in(text)))
         for held in self.sources.values():
             if not held.usual:
                 self.measure(held)
@@ -277,17 +278,17 @@ class GuardedLearner:
         return guard.to(self.device).eval()
 
     def perplexity(self, text: Text) -> float:
-        tokens = self._tokens(text)
+        tokens = self.tokens_in(text)
         return perplexity(evaluate(cast(GPT, self.guard), tokens, autocast=self._autocast))
 
     def generate(self, prompt: str, **options: Any) -> str:
-        tokens = torch.from_numpy(self._tokens(prompt))[None].to(self.device)
+        tokens = torch.from_numpy(self.tokens_in(prompt))[None].to(self.device)
         written = generate(cast(GPT, self.guard), tokens, **options)
         return cast(Tokenizer, self.tokenizer).decode(tokens[0].tolist() + [int(token) for token in written])
 
     def posterior(self, text: Text) -> dict[str, float]:
         """How much each path counts after the last tokens of a text, as many as the context holds."""
-        tokens = torch.from_numpy(self._tokens(text)[-self.base.config.context :])[None]
+        tokens = torch.from_numpy(self.tokens_in(text)[-self.base.config.context :])[None]
         guard = self.guard
         weights = guard.posterior(tokens.to(self.device))[0, -1]
         return dict(zip(guard.names, weights.tolist(), strict=True))
@@ -410,28 +411,7 @@ class GuardedLearner:
         if self.archive is not None and self.archive.folder.resolve().is_relative_to(Path(folder).resolve()):
             raise ValueError(f"the archive lies in {folder}, which saving replaces; move it")
         self.flush()
-
-        def fill(partial: Path) -> None:
-            self.base.save_pretrained(partial)
-            if self.tokenizer is not None:
-                self.tokenizer.save(partial / "tokenizer.json")
-            kept: dict[str, Any] = {}
-            for name, held in self.sources.items():
-                held.branch.overlay(source=name, version=held.version).save(partial / "overlays" / name)
-                for version, overlay in held.versions.items():
-                    overlay.save(partial / "overlays" / name / f"version-{version}")
-                kept[name] = {
-                    "version": held.version, "tokens": held.tokens, "versions": sorted(held.versions),
-                    "last_used": held.last_used, "usual": list(held.usual), "recent": held.recent.tolist(),
-                }  # fmt: skip
-            state = {
-                "config": self.config.to_dict(), "sources": kept, "base": self.base_hash,
-                "notes": self.notes, "totals": dataclasses.asdict(self.totals), "usual": list(self.usual),
-                "unclaimed": [piece.tolist() for piece in self.unclaimed], "consolidated": self.consolidated,
-            }  # fmt: skip
-            (partial / "guard.json").write_text(json.dumps(state, indent=2))
-
-        write_folder(Path(folder), fill)
+        write_folder(Path(folder), lambda partial: files.write(self, partial))
         if self.archive is not None:
             for name in (*self.sources, *self.consolidated):
                 self.archive.remove(name)  # an earlier state: this one is safe now
@@ -452,41 +432,12 @@ class GuardedLearner:
         A learner over another base than a GPT is given that `model`: the very one, or it is refused.
         """
         found, model, tokenizer = load_model(folder, device=device, model=model)
-        if not (found / "guard.json").is_file():
-            return cls(model, tokenizer, config, archive=archive, precision=precision)
-        try:
-            state = json.loads((found / "guard.json").read_text())
-            config = config or GuardConfig.from_dict(state["config"])
-            learner = cls(model, tokenizer, config, archive=archive, precision=precision)
-            if learner.base_hash != state["base"]:
-                raise ValueError("the base is not the one these overlays were made over")
-            for name, kept in cast(Mapping[str, Any], state["sources"]).items():
-                learner.check_name(name)
-                place = found / "overlays" / name
-                overlay = Overlay.load(place, device=device)
-                held = learner.new_source(overlay, whole_number(kept["tokens"]))
-                held.version, held.last_used = whole_number(kept["version"]), whole_number(kept["last_used"])
-                held.usual = domains.usual_in(kept["usual"])
-                held.recent = learner._tokens(kept["recent"]) if kept["recent"] else held.recent
-                held.versions = {
-                    version: Overlay.load(place / f"version-{version}")
-                    for version in map(whole_number, kept["versions"])
-                }
-                if held.versions and held.version not in held.versions:
-                    raise ValueError(f"version {held.version} of {name!r} is missing")
-                for version in held.versions.values():
-                    held.branch._check(version)
-                    whole_number(version.notes.get("tokens"))
-                learner.sources[name] = held
-            learner.consolidated = [str(name) for name in state["consolidated"]]
-            learner.notes, learner.totals = dict(state["notes"]), Totals.from_dict(state["totals"])
-            learner.usual = Surprise.from_list(state["usual"])
-            learner.unclaimed = [learner._tokens(piece) for piece in state["unclaimed"]]
-        except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError,
-                json.JSONDecodeError) as error:  # fmt: skip
-            raise ValueError(f"{found} holds a damaged guarded learner: {error!r}") from error
-        return learner
+        make = functools.partial(cls, model, tokenizer, archive=archive, precision=precision)
+        if not (found / files.STATE).is_file():
+            return make(config)
+        return files.read(found, lambda saved: make(config or GuardConfig.from_dict(saved)))
 
-    def _tokens(self, text: Text) -> np.ndarray:
+    def tokens_in(self, text: Text) -> np.ndarray:
+        """Of a text, checked."""
         most = self.config.learn.max_observation
         return tokens_of(text, self.tokenizer, self.base.config.vocab_size, most)

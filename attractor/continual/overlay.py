@@ -254,7 +254,7 @@ class Branch:
     def apply(self, overlay: Overlay | None) -> None:
         """Become the base with this overlay: what `overlay()` saw, to the byte. Checked before any change."""
         if overlay is not None:
-            self._check(overlay)
+            self.check(overlay)
         base = dict(self.base.named_parameters())
         layers = self.model.apn_layers()
         for number, layer in layers.items():
@@ -276,7 +276,8 @@ class Branch:
             learned = None if overlay is None else (overlay.whole | overlay.factors).get(name)
             parameter.copy_(self._start[name] if learned is None else learned)
 
-    def _check(self, overlay: Overlay) -> None:
+    def check(self, overlay: Overlay) -> None:
+        """Refuse what does not fit, before anything is changed."""
         if overlay.base != self.base_hash:
             raise ValueError(
                 f"the overlay was made over another base ({overlay.base[:12]}, this one is "

@@ -302,7 +302,7 @@ class Teacher:
     def _tokens(self, texts: list[str]) -> list[np.ndarray]:
         if not texts:
             raise ValueError("there is no text; give one or more")
-        found = [self.learner._tokens(text) for text in texts]
+        found = [self.learner.tokens_in(text) for text in texts]
         for number, tokens in enumerate(found):
             if len(tokens) < 2:
                 raise ValueError(f"text {number} has 1 token, and the first is not predicted: give more")
