@@ -285,12 +285,13 @@ def test_prototypes_follow_their_tokens(apn):
 
 @pytest.mark.parametrize("update", [{"rule": "sgd"}, {"weight_decay": 0.1}], ids=str)
 def test_a_rate_that_falls(update):
-    """After 24 tokens and with a horizon of 8, a step is that of half the rate."""
-    falling = learner_of(rate_horizon=8, update=update)
+    """After 24 tokens and with a horizon of 8, a step is that of half the rates."""
+    falling = learner_of(rate_horizon=8, prototype_rate=0.2, update=update)
     falling.observe(stream(24))
-    constant = copy.deepcopy(falling)
-    constant.config = dataclasses.replace(constant.config, rate_horizon=None)
-    whole = copy.deepcopy(constant)
+    whole = copy.deepcopy(falling)
+    whole.config = dataclasses.replace(whole.config, rate_horizon=None)
+    constant = copy.deepcopy(whole)
+    constant.config = dataclasses.replace(constant.config, prototype_rate=0.1)
     constant.learning_rate *= 0.5
     for learner in (falling, constant, whole):
         assert learner.observe(stream(8, seed=1)).updates == 1

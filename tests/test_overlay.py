@@ -296,8 +296,9 @@ def test_a_falling_rate_goes_on_where_it_was(tmp_path, monkeypatch):
         learner.config, learn=dataclasses.replace(learner.config.learn, rate_horizon=8)
     )
     learner = GuardedLearner(learner.base, TOKENIZER, config)
-    for seed in range(3):
-        learner.observe(stream(8, seed=seed), source="web")
+    learner.observe(stream(12), source="web")  # of which four wait, and are not of the first version
+    for count in (4, 8):
+        learner.observe(stream(count), source="web")
     learner.save(tmp_path / "saved")
     learner.export("web", tmp_path / "web")
     learner.observe(stream(8), source="mail")  # is young

@@ -274,6 +274,17 @@ def test_intervals_of_gains_are_those_of_b():
     assert plots.gain_interval({**row, "full_gained": 0.0}, "alone") is None
 
 
+def test_a_label_that_has_a_free_place_is_there():
+    """Further off, if need be: the near places are all taken."""
+    around = Box(60, 150, 340, 250)
+    crowd = [Box(x, y, x + 9, y + 9) for x in range(60, 340, 10) for y in range(150, 250, 10)]
+    (label,) = keep_apart([(200, 200, "a label")], crowd, Box(0, 0, 500, 380), all_of_them=False)
+    assert label
+    x, y = map(float, re.search(r'text class="label" x="(.*?)" y="(.*?)"', label).groups())
+    assert Box(x, y - 10, x + 6.9 * 7, y + 3).shared(around) < 30
+    assert 'class="leader"' in label
+
+
 def test_labels_keep_apart():
     chance = np.random.default_rng(0)
     wanted = [(x, y, "a label") for x, y in chance.uniform(60, 300, (12, 2))]

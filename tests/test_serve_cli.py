@@ -3,12 +3,12 @@
 import json
 import os
 import random
+import re
 import shlex
 import signal
 import socket
 import subprocess
 import sys
-import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 def ask(port: int, path: str, **body: object) -> bytes:
     with opened(port, path, **body) as reply:
         return bytes(reply.read())
@@ -54,17 +49,17 @@ def opened(port: int, path: str, **body: object) -> Any:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_with_a_snapshot(run: Path, tmp_path: Path, number: signal.Signals) -> None:
-    port, data = free_port(), tmp_path / "data"
+    data = tmp_path / "data"
     command = [
         sys.executable, "-m", "attractor.cli", "serve", str(run), "--learn", "--data-dir", str(data),
-        "--port", str(port), "--limits.drain", "1", "--device", "cpu",
+        "--port", "0", "--limits.drain", "1", "--device", "cpu",
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
     ) as process:
         try:
-            wait_for(port, process)
+            port = announced(process)
             ask(port, "/v1/learn", text="to be or not to be", source="play")
             form = {"model": "run", "prompt": "to", "max_tokens": 4096, "stream": True}
             texts = [opened(port, "/v1/completions", **form) for _ in range(8)]
@@ -80,14 +75,13 @@ def test_a_signal_ends_it_with_a_snapshot(run: Path, tmp_path: Path, number: sig
     assert [path.name for path in (data / "snapshots").iterdir()] == [f"{1:020d}"]
 
 
-def wait_for(port: int, process: "subprocess.Popen[str]") -> None:
-    while True:
-        try:
-            ask(port, "/health")
-            return
-        except OSError:
-            assert process.poll() is None
-            time.sleep(0.05)
+def announced(process: "subprocess.Popen[str]") -> int:
+    """The port that a server says it can be asked at."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if found := re.match(r"http://127\.0\.0\.1:(\d+)/ is the dashboard", line):
+            return int(found[1])
+    raise AssertionError("it ended without a word")
 
 
 def test_what_cannot_be_served_is_told_before_it_is_announced(
@@ -105,9 +99,14 @@ def test_what_cannot_be_served_is_told_before_it_is_announced(
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
         assert cli.main([*serve, "--port", port]) == 1
+        assert "middle of a record" not in capsys.readouterr().out
+        with (tmp_path / "data" / "journal" / f"journal-{1:020d}").open("ab") as journal:
+            journal.write(b"torn")  # what opening cuts off is told, whatever happens next
+        assert cli.main([*serve, "--port", port]) == 1
     told = capsys.readouterr()
+    assert "middle of a record" in told.out
     assert "address already in use" in told.err
-    assert f"nothing can listen on 127.0.0.1, port {port}" in told.err
+    assert f"the server cannot start on 127.0.0.1, port {port}" in told.err
     assert "dashboard" not in told.out
 
 

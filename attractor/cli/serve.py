@@ -95,9 +95,10 @@ class Serve:
         ) as service:  # fmt: skip
             app = create_app(service, settings)
 
+            if service.store.recovered:
+                print(f"the journal ended in the middle of a record: {service.store.recovered}")
+
             def announce(port: int) -> None:
-                if service.store.recovered:
-                    print(f"the journal ended in the middle of a record: {service.store.recovered}")
                 print(f"{service.name}, version {service.version}, paths: {', '.join(service.paths())}")
                 host = f"[{self.host}]" if ":" in self.host else self.host
                 print(
@@ -109,9 +110,8 @@ class Serve:
                 with no_signal_twice():
                     server.run()
             except SystemExit as error:  # of uvicorn, which has said why
-                raise ValueError(
-                    f"nothing can listen on {self.host}, port {self.port}: choose another"
-                ) from error
+                where = f"{self.host}, port {self.port}"
+                raise ValueError(f"the server cannot start on {where}: see above") from error
         print(f"version {service.version} is in {data}")
         return 0
 

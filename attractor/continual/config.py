@@ -130,7 +130,7 @@ class LearnConfig(JSONConfig):
     budget: int = 1024
     """B: learn once in so many tokens of the stream, and when the source changes or the learner is saved."""
     rate_horizon: int | None = None
-    """Tokens after which updates are 0.7 as large: rate / sqrt(1 + tokens so far / this). None: as large."""
+    """Every rate is divided by sqrt(1 + tokens so far / this): a learner settles. None: it never does."""
     max_patches: int | None = None
     """Of the patches a step could teach, only so many learn: those used here more than usual."""
     prototype_rate: float = 0.0

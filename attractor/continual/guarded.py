@@ -61,7 +61,7 @@ class Source:
 
     @property
     def tokens(self) -> int:
-        """That it has learned from."""
+        """That it has seen."""
         return self.learner.totals.tokens
 
 
@@ -260,7 +260,8 @@ class GuardedLearner:
 
     def _keep_version(self, held: Source, **notes: Any) -> None:
         held.version += 1
-        held.versions[held.version] = held.branch.overlay(version=held.version, tokens=held.tokens, **notes)
+        tokens = held.tokens - held.learner.lesson.tokens  # those that wait are in no weights yet
+        held.versions[held.version] = held.branch.overlay(version=held.version, tokens=tokens, **notes)
         for old in sorted(held.versions)[: -self.config.keep_versions]:
             del held.versions[old]
 

@@ -309,17 +309,17 @@ class OnlineLearner:
                     used = lesson.counts[number].cpu(), usual.cpu()
                     patches = most_specific(patches, *used, self.config.max_patches)
                 taught[number] = patches
-            horizon = self.config.rate_horizon or math.inf
+            smaller = (1 + (token - lesson.tokens) / (self.config.rate_horizon or math.inf)) ** -0.5
             with self._gradients(lesson.gradients):
                 changes = self.update.step(
-                    taught, gradient_scale=1 / lesson.taught, undo=undo,
-                    rate_scale=(1 + (token - lesson.tokens) / horizon) ** -0.5,
-                )  # fmt: skip
+                    taught, gradient_scale=1 / lesson.taught, rate_scale=smaller, undo=undo
+                )
             if self.config.prototype_rate:
+                rate = self.config.prototype_rate * smaller
                 for number, patches in taught.items():
                     toward, amount = lesson.toward[number], lesson.amount[number]
                     patches = patches.to(self.device)
-                    turn(self.layers[number], patches, toward, amount, self.config.prototype_rate, undo)
+                    turn(self.layers[number], patches, toward, amount, rate, undo)
         events = []
         for number, outlook in lesson.outlook.items():
             habits[number], event = self.allocator.allocate(

@@ -180,8 +180,8 @@ def match_plots(result: Result) -> dict[str, str]:
         dataset: plots.scatter(
             {model: point(row) for model, row in rows.items()}, work, loss,
             f"{dataset}: validation loss against multiply-adds for {len(rows)} models",
-            {model: (min(row["val_loss"]), max(row["val_loss"])) for model, row in rows.items()
-             if None not in row["val_loss"]},
+            {model: spread for model, row in rows.items()
+             if None not in row["val_loss"] and (spread := _spread(row["val_loss"]))},
         )
         for dataset, rows in result.values["datasets"].items()
     }  # fmt: skip

@@ -61,7 +61,7 @@ svg.chart { display: block; font-family: system-ui, -apple-system, "Segoe UI", R
 WIDTH, HEIGHT = 520, 380
 LEFT, RIGHT, TOP, BOTTOM = 52, 14, 14, 46
 MOST_COVERED = 30
-"""Of a label without a free place: what it covers of others or has outside of the frame, in square pixels."""
+"""Of a label without a free place: square pixels of others that it covers, three times those outside."""
 
 
 def ticks(low: float, high: float, most: int, unit: str = "") -> Ticks:
@@ -172,7 +172,7 @@ def keep_apart(
                 outside = width * 13 - box.shared(frame)
                 covered = hidden + 3 * outside
                 choices.append((round(covered + far + abs(right * down), 3), covered, start, base, box))
-        _, covered, start, base, box = min(choices, key=lambda choice: choice[0])
+        _, covered, start, base, box = min(choices, key=lambda choice: (choice[1] > MOST_COVERED, choice[0]))
         if covered > MOST_COVERED and not all_of_them:
             drawn.append("")
             continue

@@ -225,6 +225,10 @@ def scatter(
     at = {name: (frame.x(x), frame.y(y)) for name, (x, y) in found.items()}
     order = sorted(at, key=lambda name: -math.dist(at[name], middle))
     boxes = [Box(x - 5, y - 5, x + 5, y + 5) for x, y in at.values()]
+    boxes += [
+        Box(at[name][0] - 1, frame.y(high), at[name][0] + 1, frame.y(low))
+        for name, (low, high) in reach.items()
+    ]
     labels = keep_apart([(*at[name], name) for name in order], boxes, frame.box, all_of_them=False)
     marks = ""
     for name, label in zip(order, labels, strict=True):

@@ -66,7 +66,10 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
-            self.ready(self.servers[0].sockets[0].getsockname()[1])
+            try:
+                self.ready(self.servers[0].sockets[0].getsockname()[1])
+            except Exception:  # of somebody who only wants to know: the server serves
+                log.exception("the server is ready, and could not say so")
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         log.info("finishing what was begun, and writing a snapshot")
