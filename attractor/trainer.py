@@ -157,7 +157,7 @@ class Trainer:
             if folder is None:
                 return None
             saved = GPT.from_pretrained(folder)
-            if saved.config != self.config.model:
+            if RunConfig.from_json((folder / "run.json").read_text()).model != self.config.model:
                 raise ValueError(
                     f"{folder} holds another model; resume with its own settings or start a new run"
                 )
@@ -206,8 +206,8 @@ class Trainer:
 
         def fill(folder: Path) -> None:
             self.model.save_pretrained(folder, state=state)
-            if kind == "best":  # as it was measured: nobody will set the factor of the warm-up again
-                (folder / "config.json").write_text(self._with_scale().to_json())
+            # whoever reads it has the model as it is now: nobody will set the factor of the warm-up again
+            (folder / "config.json").write_text(self._with_scale().to_json())
             self.dataset.tokenizer.save(folder / "tokenizer.json")
             (folder / "run.json").write_text(self.config.to_json())
             if kind == "last":
