@@ -12,7 +12,7 @@ depend on the length of the stream. A step that fails leaves model, optimizer an
 """
 
 import dataclasses
-import json
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -21,8 +21,6 @@ from typing import Any, Self, cast, get_args
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -412,19 +410,7 @@ class OnlineLearner:
     def save(self, folder: str | Path) -> None:
         """Write the model and everything learning needs to go on; learns from waiting tokens first."""
         self.flush()
-
-        def fill(partial: Path) -> None:
-            self.model.save_pretrained(partial)
-            if self.tokenizer is not None:
-                self.tokenizer.save(partial / "tokenizer.json")
-            tensors, state = states.tensors_of(self), states.fields_of(self)
-            try:
-                save_file({k: v.contiguous() for k, v in tensors.items()}, partial / "learner.safetensors")
-            except SafetensorError as error:
-                raise OSError(f"cannot write {folder}: {error}") from error
-            (partial / "learner.json").write_text(json.dumps(state, indent=2))
-
-        write_folder(Path(folder), fill)
+        write_folder(Path(folder), lambda partial: states.write(self, partial))
 
     @classmethod
     def load(
@@ -441,19 +427,10 @@ class OnlineLearner:
         A learner of another model than a GPT is given that `model`, as it was when it was saved.
         """
         found, model, tokenizer = load_model(folder, device=device, model=model)
-        if not (found / "learner.json").is_file():
-            return cls(model, tokenizer, config, precision=precision)
-        try:
-            state = json.loads((found / "learner.json").read_text())
-            tensors = load_file(found / "learner.safetensors", device=str(device))
-            learner = cls(
-                model, tokenizer, config or LearnConfig.from_dict(state["config"]), precision=precision
-            )
-            states.restore(learner, state, tensors)
-        except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError,
-                SafetensorError) as error:  # fmt: skip
-            raise ValueError(f"{found} holds a damaged learner: {error!r}") from error
-        return learner
+        make = functools.partial(cls, model, tokenizer, precision=precision)
+        if not (found / states.STATE).is_file():
+            return make(config)
+        return states.read(found, device, lambda saved: make(config or LearnConfig.from_dict(saved)))
 
     def _tokens(self, text: Text) -> np.ndarray:
         return tokens_of(text, self.tokenizer, self.model.config.vocab_size, self.config.max_observation)

@@ -1,8 +1,14 @@
-"""What an OnlineLearner needs to go on, beside its model: tensors and JSON, and back."""
+"""What an OnlineLearner needs to go on, beside its model: tensors and JSON, files, and back."""
 
-from typing import TYPE_CHECKING, Any
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from attractor.continual.allocate import Habits
@@ -10,6 +16,35 @@ from attractor.continual.lesson import Totals, whole_number
 
 if TYPE_CHECKING:
     from attractor.continual.learner import OnlineLearner
+
+STATE, TENSORS = "learner.json", "learner.safetensors"
+Learner = TypeVar("Learner", bound="OnlineLearner")
+
+
+def write(learner: "OnlineLearner", folder: Path) -> None:
+    """The model, its tokenizer, and everything else."""
+    learner.model.save_pretrained(folder)
+    if learner.tokenizer is not None:
+        learner.tokenizer.save(folder / "tokenizer.json")
+    tensors = {name: tensor.contiguous() for name, tensor in tensors_of(learner).items()}
+    try:
+        save_file(tensors, folder / TENSORS)
+    except SafetensorError as error:
+        raise OSError(f"cannot write {folder}: {error}") from error
+    (folder / STATE).write_text(json.dumps(fields_of(learner), indent=2))
+
+
+def read(folder: Path, device: torch.device | str, make: Callable[[dict[str, Any]], Learner]) -> Learner:
+    """A new learner by `make`, given the options it was saved with, and everything that was kept of it."""
+    try:
+        state = json.loads((folder / STATE).read_text())
+        tensors = load_file(folder / TENSORS, device=str(device))
+        learner = make(state["config"])
+        restore(learner, state, tensors)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError,
+            SafetensorError) as error:  # fmt: skip
+        raise ValueError(f"{folder} holds a damaged learner: {error!r}") from error
+    return learner
 
 
 def tensors_of(learner: "OnlineLearner") -> dict[str, Tensor]:
