@@ -94,7 +94,6 @@ class Serve:
             limits=self.limits, sync=self.sync, learning=self.learn, stop_tokens=self._ends(learner),
         ) as service:  # fmt: skip
             app = create_app(service, settings)
-
             if service.store.recovered:
                 print(f"the journal ended in the middle of a record: {service.store.recovered}")
 

@@ -30,7 +30,7 @@ def write(learner: "OnlineLearner", folder: Path) -> None:
     try:
         save_file(tensors, folder / TENSORS)
     except SafetensorError as error:
-        raise OSError(f"cannot write {folder}: {error}") from error
+        raise OSError(f"cannot write {TENSORS}: {error}") from error
     (folder / STATE).write_text(json.dumps(fields_of(learner), indent=2))
 
 
