@@ -176,6 +176,14 @@ def bench(texts, tmp_path_factory):
     return Benchmark("smoke", tmp_path_factory.mktemp("bench"), domains=texts, device="cpu")
 
 
+def test_a_stream_whose_rate_falls_is_a_cell_of_its_own(bench):
+    order = [HOME, "kjv"]
+    constant = bench.stream(streams.GUARDED, order, 0, 1e-3)
+    (falling,) = bench.stream(streams.GUARDED, order, 0, 1e-3, 4096).values()
+    assert not constant.keys() & bench.stream(streams.GUARDED, order, 0, 1e-3, 4096).keys()
+    assert {**constant.popitem()[1], "horizon": 4096} == falling  # and the others are what they were
+
+
 CHOSEN = ("dense, full", "APN, overlay + all", "MoE, FFN only")
 
 

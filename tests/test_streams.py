@@ -80,3 +80,14 @@ def test_a_copy_that_fails_is_not_kept(home):
     with pytest.raises(NotFiniteUpdate):
         learner.observe(domain(1, 129), "domain-1")
     assert not learner.sources
+
+
+@pytest.mark.parametrize("horizon", [None, 256])
+def test_with_a_horizon_every_step_is_smaller_than_the_last(home, horizon):
+    adapter = COPIES["dense, guarded, no labels"].make(Situation(home, (), domain(0, 10), 1e-2, 16))
+    rates = []
+    adapter.step = lambda inputs, targets, rate: rates.append(rate)
+    online = Online(adapter, PLAN, 1e-2, horizon)
+    for seed, batches in enumerate((2, 1, 3)):  # of 128 tokens
+        online.learn(domain(1, 128 * batches + 1, seed=seed))
+    assert rates == pytest.approx([1e-2 * (1 + (step / 2 if horizon else 0)) ** -0.5 for step in range(6)])

@@ -182,11 +182,16 @@ class Benchmark:
         settings = {"members": list(members), "tokenizer": tokenizer, "config": config.to_dict()}
         return {f"train-{base}": self._cell("train", members, base=base, passes=passes, **settings)}
 
-    def stream(self, method: str, order: Sequence[str], seed: int, rate: float) -> Cells:
+    def stream(
+        self, method: str, order: Sequence[str], seed: int, rate: float, horizon: int | None = None
+    ) -> Cells:
+        """With a horizon (`LearnConfig.rate_horizon`) the rate falls."""
         base = f"{streams.LEARNERS[method]}-{order[0]}-{seed}"
-        settings = {"order": list(order), "method": method, "rate": rate, "seed": seed}
-        cell = self._cell("stream", order, base=base, **settings)
-        return {f"stream-{'-'.join(order)}-{slug(method)}-{rate:g}-{seed}": cell}
+        settings: Settings = {"order": list(order), "method": method, "rate": rate, "seed": seed}
+        falling = {} if horizon is None else {"horizon": horizon}
+        cell = self._cell("stream", order, base=base, **settings, **falling)
+        named = "-".join([slug(method), f"{rate:g}", *map(str, falling.values()), str(seed)])
+        return {f"stream-{'-'.join(order)}-{named}": cell}
 
     def harm(self, seed: int) -> Cells:
         cell = self._cell("harm", [HOME], base=f"apn-{HOME}-{seed}", members=[HOME], seed=seed)

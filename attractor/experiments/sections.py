@@ -173,8 +173,8 @@ def _streams(bench: Bench) -> str:
     order = " \u2192 ".join(escape(domain) for domain in streams["order"])
     return f"""<h3>A stream without labels: {order}</h3>
 <p>One pass, no word about where a domain ends. Backward transfer is from the end of a domain's first visit to
-the end of the stream, forward transfer from the start of the stream to its first visit, positive is good;
-worst forgetting is the rise from the best loss a domain ever had.</p>
+when all have been visited once, forward transfer from the start of the stream to its first visit, positive is
+good; worst forgetting is the rise from the best loss a domain ever had.</p>
 {html(stream_table(streams))}
 {html(progressive_table(streams))}
 <h4>What each visit did to every domain</h4>

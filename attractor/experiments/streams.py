@@ -49,16 +49,22 @@ LEARNERS = {name: method.model for name, method in (ONLINE | COPIES).items()} | 
 
 
 class Online:
-    """A method that learns from batches, fed with the stream as it comes."""
+    """A method that learns from batches, fed with the stream as it comes.
 
-    def __init__(self, adapter: Adapter, plan: Plan, rate: float) -> None:
-        self.adapter, self.plan, self.rate = adapter, plan, rate
+    With a horizon its rate falls as that of an overlay does (`LearnConfig.rate_horizon`).
+    """
+
+    def __init__(self, adapter: Adapter, plan: Plan, rate: float, horizon: int | None = None) -> None:
+        self.adapter, self.plan, self.rate, self.horizon = adapter, plan, rate, horizon
+        self.seen = 0
 
     def learn(self, piece: np.ndarray) -> str:
         context = self.adapter.model.config.context
         whole = piece[: (len(piece) - 1) // context * context + 1]  # a memory has sequences of one length
         for inputs, targets, _ in windows(whole, context, self.plan.batch_size):
-            self.adapter.step(inputs, targets, self.rate)
+            smaller = (1 + self.seen / (self.horizon or math.inf)) ** -0.5
+            self.adapter.step(inputs, targets, self.rate * smaller)
+            self.seen += targets.numel()
         return "the model"
 
     def predictor(self) -> GPT:
@@ -71,12 +77,14 @@ class Online:
 class Guarded:
     """GuardedLearner without labels: overlays open and are found again by themselves."""
 
-    def __init__(self, base: GPT, plan: Plan, rate: float, home: np.ndarray, archive: Path) -> None:
+    def __init__(
+        self, base: GPT, plan: Plan, rate: float, home: np.ndarray, archive: Path, horizon: int | None = None
+    ) -> None:
         block = plan.batch_size * base.config.context
         update = UpdateConfig(train=PAPER_ROLES, learning_rate=rate, clip_norm=1.0)
         config = GuardConfig(
-            learn=LearnConfig(update=update, budget=block), attention="whole", also=("embedding", "norms"),
-            piece=block, keep_versions=1,
+            learn=LearnConfig(update=update, budget=block, rate_horizon=horizon), attention="whole",
+            also=("embedding", "norms"), piece=block, keep_versions=1,
         )  # fmt: skip
         self.learner = GuardedLearner(base, config=config, archive=archive)
         self.learner.calibrate(home)
@@ -186,18 +194,17 @@ def run(settings: Settings, folder: Path) -> Values:
     torch.manual_seed(settings["seed"])
     meter = Meter(base, {})
     known = home[settings["order"][0]].validation  # what the base is used to
+    rate, horizon = settings["rate"], settings.get("horizon")
     learner: Online | Guarded | GuardedCopies
     if settings["method"] == GUARDED:
-        archive = (
-            folder / "archives" / f"{'-'.join(settings['order'])}-{settings['rate']:g}-{settings['seed']}"
-        )
+        archive = folder / "archives" / f"{'-'.join(settings['order'])}-{rate:g}-{horizon}-{settings['seed']}"
         shutil.rmtree(archive, ignore_errors=True)  # of a run that was stopped
-        learner = Guarded(base, plan, settings["rate"], known, archive)
+        learner = Guarded(base, plan, rate, known, archive, horizon)
     else:
         make = (ONLINE | COPIES)[settings["method"]].make
 
         def begin() -> Online:
-            return Online(make(situation(plan, settings, base, home)), plan, settings["rate"])
+            return Online(make(situation(plan, settings, base, home)), plan, rate, horizon)
 
         copies = settings["method"] in COPIES
         learner = GuardedCopies(base, plan, known, begin, meter.cast) if copies else begin()
