@@ -200,7 +200,8 @@ def test_shifts(bench, tmp_path, monkeypatch):
             assert rows.keys() == set(CHOSEN)
             for method, row in rows.items():
                 assert row["base_unchanged"]
-                assert row["guarded"]["forgetting"] <= row["bound"] + 1e-6, method
+                last_window = bench.plan.test_bytes / (bench.plan.test_bytes - 1)  # is a byte shorter
+                assert row["guarded"]["forgetting"] <= row["bound"] * last_window + 1e-6, method
                 low, high = row["guarded"]["forgetting_interval"]
                 assert low <= high
                 assert row["trajectory"][0]["B"] == pytest.approx(math.log(row["B_before"]))
@@ -213,6 +214,7 @@ def test_shifts(bench, tmp_path, monkeypatch):
     guarded = values["streams"]["methods"]["APN, guarded, no labels"]["seeds"][0]
     assert len(guarded["matrix"]) == 1 + len(values["streams"]["order"])
     assert guarded["base_unchanged"]
+    assert guarded["overlays"]  # whoever never opens one has not been tried
     shown = shifts.table(values)
     assert all(method in shown for method in CHOSEN)
     assert values["pretrained_twice"] == []
@@ -320,7 +322,7 @@ def test_each_model_is_trained_the_way_that_suits_it(texts, tmp_path, monkeypatc
 
     def pretend(name, cell):
         train = cell["config"]["train"]
-        height = max(train["learning_rate"] / 5e-4, 2 * train["weight_decay"] / 0.1)
+        height = 2 * train["weight_decay"] / 0.1 if "-char-" in name else train["learning_rate"] / 5e-4
         loss = None if height > 2 and "moe" in name else (-height if "apn" in name else height)
         return {"val_loss": loss, "best_step": 1, "parameters": 2, "multiply_adds_per_token": 3,
                 "training_seconds": 4.0, "config": cell["config"]}  # fmt: skip

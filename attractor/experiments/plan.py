@@ -90,8 +90,8 @@ def plan_of(size: Size) -> Plan:
         return Plan(
             model=GPTConfig(vocab_size=256, context=32, num_layers=2, num_heads=2, dim=32, ffn_start="unit"),
             apn=APNConfig(num_patches=16, top_k=2, rank=16), moe=dataclasses.replace(EXPERTS, num_experts=4),
-            train=TrainConfig(max_steps=60, batch_size=16, warmup_steps=10, eval_interval=30,
-                              checkpoint_interval=60),
+            train=TrainConfig(max_steps=60, batch_size=16, learning_rate=1e-2, warmup_steps=10,
+                              eval_interval=30, checkpoint_interval=60),
             steps=6, batch_size=4, rates=(1e-3, 1e-2), test_bytes=4096, val_bytes=2048, train_bytes=65_536,
             stream_tokens=2048, evaluations=2, memory=128, bpe_vocabulary=300,
             mixture_steps=60,
