@@ -8,18 +8,22 @@ python benchmarks/stream_rates.py --size full --jobs 12 --rates 0.0003 0.001 --h
 
 import argparse
 import itertools
+import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from attractor.cli.experiments import named_texts
+from attractor.config import check_number, check_size
 from attractor.experiments.benchmark import Benchmark
 from attractor.experiments.grid import Inquiry, ask
 from attractor.experiments.plan import HOME
 from attractor.experiments.result import write_result
 from attractor.experiments.shifts import stream_order
-from attractor.experiments.statistics import transfer
+from attractor.experiments.statistics import or_nan, transfer
 from attractor.experiments.streams import COPIES, GUARDED, LEARNERS
 
 METHODS = (GUARDED, *COPIES)
@@ -31,30 +35,40 @@ def measured(bench: Benchmark, method: str, rate: float, horizon: int | None, se
     first_visits = sorted({cell["order"].index(name) for name in cell["order"]} - {0})
     return {
         "seed": seed, **transfer(cell["matrix"], cell["order"]), "matrix": cell["matrix"],
-        "progressive": cell["progressive"], "claimed": cell["claimed"],
-        "new_texts": float(np.mean([cell["progressive"][visit] for visit in first_visits])),
+        "progressive": cell["progressive"], "claimed": cell["claimed"], "diverged": cell["diverged"],
+        "new_texts": float(np.mean([or_nan(cell["progressive"][visit]) for visit in first_visits])),
         "overlays": len({name for visit in cell["claimed"] for name in visit} - {"base", "nobody yet"}),
     }  # fmt: skip
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--size", choices=("smoke", "small", "full"), default="smoke")
     parser.add_argument("--out", type=Path, required=True, help="gets models and cells; what is done stays")
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3])
-    parser.add_argument("--horizons", type=int, nargs="+", default=[16_384], help="tokens; beside none")
+    parser.add_argument("--horizons", type=int, nargs="*", default=[16_384],
+                        help="tokens; a constant rate is always beside them")  # fmt: skip
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--domain", nargs="*", default=[], metavar="NAME=FILE")
     parser.add_argument("--seeds", type=int)
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--device")
-    given = parser.parse_args()
-
-    domains = dict(named.split("=", 1) for named in given.domain)
-    bench = Benchmark(given.size, given.out, domains=domains, device=given.device, seeds=given.seeds,
-                      jobs=given.jobs, report=lambda record: print(record["cell"], flush=True))  # fmt: skip
-    grid = list(itertools.product(given.methods, given.rates, [None, *given.horizons]))
+    given = parser.parse_args(arguments)
+    try:
+        for rate in given.rates:
+            check_number("rate", rate, "a positive number", lambda rate: rate > 0)
+        for horizon in given.horizons:
+            check_size("horizon", horizon)
+        bench = Benchmark(
+            given.size, given.out, domains=named_texts("--domain", tuple(given.domain)), device=given.device,
+            seeds=given.seeds, jobs=given.jobs, report=lambda record: print(record["cell"], flush=True),
+        )  # fmt: skip
+        check_size("jobs", given.jobs)
+    except (ValueError, OSError) as error:
+        sys.exit(f"{parser.prog}: {error}")
+    horizons = dict.fromkeys([None, *given.horizons])
+    grid = list(itertools.product(dict.fromkeys(given.methods), dict.fromkeys(given.rates), horizons))
     asked = {(*row, seed): measured(bench, *row, seed) for row in grid for seed in range(bench.plan.seeds)}
     found = bench.answer(asked)
     rows = []

@@ -177,11 +177,25 @@ def bench(texts, tmp_path_factory):
 
 
 def test_a_stream_whose_rate_falls_is_a_cell_of_its_own(bench):
-    order = [HOME, "kjv"]
-    constant = bench.stream(streams.GUARDED, order, 0, 1e-3)
-    (falling,) = bench.stream(streams.GUARDED, order, 0, 1e-3, 4096).values()
-    assert not constant.keys() & bench.stream(streams.GUARDED, order, 0, 1e-3, 4096).keys()
-    assert {**constant.popitem()[1], "horizon": 4096} == falling  # and the others are what they were
+    ((name, constant),) = bench.stream(streams.GUARDED, [HOME, "kjv"], 0, 1e-3).items()
+    ((other, falling),) = bench.stream(streams.GUARDED, [HOME, "kjv"], 0, 1e-3, 4096).items()
+    assert name == f"stream-{HOME}-kjv-apn_guarded_no_labels-0.001-0"  # as files of earlier runs are called
+    assert "horizon" not in constant
+    assert other == f"stream-{HOME}-kjv-apn_guarded_no_labels-0.001-4096-0"
+    assert falling == {**constant, "horizon": 4096}
+    with pytest.raises(ValueError, match="horizon=0 must be a positive integer"):
+        bench.stream(streams.GUARDED, [HOME, "kjv"], 0, 1e-3, 0)
+
+
+@pytest.mark.parametrize("method", [streams.GUARDED, "dense, guarded, no labels", "dense, full"])
+def test_a_stream_follows_its_horizon(bench, method):
+    bench.run(bench.pretrain(streams.LEARNERS[method], HOME, 0))
+    cells = [bench.stream(method, [HOME, "python"], 0, 1e-2, horizon) for horizon in (None, 1, 10**12)]
+    constant, falling, hardly = (next(iter(bench.run(cell).values())) for cell in cells)
+    assert constant["matrix"][1] == falling["matrix"][1] or method == "dense, full"  # the base learns nothing
+    assert constant["matrix"][-1]["python"] < falling["matrix"][-1]["python"] - 1e-3
+    for row, same in zip(constant["matrix"], hardly["matrix"], strict=True):
+        assert row == pytest.approx(same, abs=1e-4)
 
 
 CHOSEN = ("dense, full", "APN, overlay + all", "MoE, FFN only")

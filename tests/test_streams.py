@@ -3,7 +3,10 @@
 import copy
 import dataclasses
 import itertools
+import json
 import math
+import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -91,3 +94,49 @@ def test_with_a_horizon_every_step_is_smaller_than_the_last(home, horizon):
     for seed, batches in enumerate((2, 1, 3)):  # of 128 tokens
         online.learn(domain(1, 128 * batches + 1, seed=seed))
     assert rates == pytest.approx([1e-2 * (1 + (step / 2 if horizon else 0)) ** -0.5 for step in range(6)])
+
+
+SCRIPT = Path(__file__).parent.parent / "benchmarks" / "stream_rates.py"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (["--horizons", "0"], "horizon=0 must be a positive integer"),
+        (["--rates", "-1"], "rate=-1.0 must be a positive number"),
+        (["--domain", "kjv"], "--domain 'kjv' must be NAME=FILE"),
+        (["--domain", "../up=text"], "must be NAME=FILE"),
+        (["--domain", "kjv=nowhere.txt"], "nowhere.txt"),
+        (["--seeds", "0"], "seeds=0 must be a positive integer"),
+    ],
+)
+def test_the_script_about_rates_refuses(tmp_path, wrong, told):
+    main = runpy.run_path(str(SCRIPT))["main"]
+    with pytest.raises(SystemExit) as refused:
+        main([f"--out={tmp_path / 'out'}", f"--result={tmp_path / 'result.json'}", "--device=cpu", *wrong])
+    assert told in str(refused.value.code)
+    assert not (tmp_path / "result.json").exists()
+
+
+@pytest.mark.slow
+def test_the_script_about_rates_compares_them_and_tells_who_diverged(tmp_path, capsys):
+    words = [
+        bytes(torch.randint(97, 122, (6,), generator=torch.manual_seed(seed)).tolist()) for seed in range(40)
+    ]
+    domains = []
+    for number, name in enumerate(("shakespeare", "kjv", "python", "first-folio", "paper-shift")):
+        picks = torch.randint(8, (20_000,), generator=torch.manual_seed(number)) + 8 * number
+        (tmp_path / name).write_bytes(b" ".join(words[pick] for pick in picks.tolist()))
+        domains.append(f"{name}={tmp_path / name}")
+    main = runpy.run_path(str(SCRIPT))["main"]
+    asked = ["--rates", "0.01", "1e30", "--horizons", "256", "256", "--methods", "dense, guarded, no labels"]
+    main([f"--out={tmp_path}", f"--result={tmp_path}/r.json", "--device=cpu", "--domain", *domains, *asked])
+    rows = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert [(row["rate"], row["rate_horizon"]) for row in rows] == [
+        (0.01, None), (0.01, 256), (1e30, None), (1e30, 256)
+    ]  # fmt: skip
+    assert rows[0]["new_texts"] < rows[1]["new_texts"]  # so little text wants large steps
+    assert rows[0]["seeds"][0]["overlays"] >= 1
+    assert rows[2]["new_texts"] is None
+    assert rows[2]["seeds"][0]["diverged"] is not None
+    assert capsys.readouterr().out.count("new texts") == 4

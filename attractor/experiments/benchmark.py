@@ -188,10 +188,13 @@ class Benchmark:
         """With a horizon (`LearnConfig.rate_horizon`) the rate falls."""
         base = f"{streams.LEARNERS[method]}-{order[0]}-{seed}"
         settings: Settings = {"order": list(order), "method": method, "rate": rate, "seed": seed}
-        falling = {} if horizon is None else {"horizon": horizon}
-        cell = self._cell("stream", order, base=base, **settings, **falling)
-        named = "-".join([slug(method), f"{rate:g}", *map(str, falling.values()), str(seed)])
-        return {f"stream-{'-'.join(order)}-{named}": cell}
+        named = f"{slug(method)}-{rate:g}"
+        if horizon is not None:  # and only then: cells of constant rates stay what they are
+            check_size("horizon", horizon)
+            settings["horizon"] = horizon
+            named += f"-{horizon}"
+        cell = self._cell("stream", order, base=base, **settings)
+        return {f"stream-{'-'.join(order)}-{named}-{seed}": cell}
 
     def harm(self, seed: int) -> Cells:
         cell = self._cell("harm", [HOME], base=f"apn-{HOME}-{seed}", members=[HOME], seed=seed)

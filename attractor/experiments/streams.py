@@ -62,7 +62,7 @@ class Online:
         context = self.adapter.model.config.context
         whole = piece[: (len(piece) - 1) // context * context + 1]  # a memory has sequences of one length
         for inputs, targets, _ in windows(whole, context, self.plan.batch_size):
-            smaller = (1 + self.seen / (self.horizon or math.inf)) ** -0.5
+            smaller = (1 + self.seen / (math.inf if self.horizon is None else self.horizon)) ** -0.5
             self.adapter.step(inputs, targets, self.rate * smaller)
             self.seen += targets.numel()
         return "the model"
