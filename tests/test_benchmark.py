@@ -22,25 +22,6 @@ from attractor.experiments.plan import HOME, KINDS, PAPER, PAPER_BYTES, domain, 
 from attractor.experiments.result import write_result
 from attractor.model import GPT
 
-WORDS = {
-    HOME: "to be or not to be that is the question whether tis nobler in the mind to suffer",
-    "kjv": "and it came to pass in those days that there went out a decree from Caesar Augustus",
-    "first-folio": "Enter Barnardo and Francisco two Centinels who's there nay answer me stand & vnfold",
-    "python": "def of(self, config: int) -> None:\n    return [x for x in range(config)]  # 0123456789",
-}
-
-
-@pytest.fixture(scope="module")
-def texts(tmp_path_factory):
-    """Files of random words, long enough for the smallest size."""
-    folder, chance = tmp_path_factory.mktemp("texts"), np.random.default_rng(0)
-    found = {}
-    for name, words in WORDS.items():
-        chosen = chance.choice(words.split(" "), 20_000)
-        (folder / f"{name}.txt").write_text(" ".join(chosen))
-        found[name] = str(folder / f"{name}.txt")
-    return found
-
 
 def situation(kind, **changes):
     torch.manual_seed(0)
@@ -169,33 +150,6 @@ def test_names_of_cells_are_file_names():
     names = {slug(method) for method in METHODS}
     assert len(names) == len(METHODS)
     assert all(name.replace("_", "").isalnum() for name in names)
-
-
-@pytest.fixture(scope="module")
-def bench(texts, tmp_path_factory):
-    return Benchmark("smoke", tmp_path_factory.mktemp("bench"), domains=texts, device="cpu")
-
-
-def test_a_stream_whose_rate_falls_is_a_cell_of_its_own(bench):
-    ((name, constant),) = bench.stream(streams.GUARDED, [HOME, "kjv"], 0, 1e-3).items()
-    ((other, falling),) = bench.stream(streams.GUARDED, [HOME, "kjv"], 0, 1e-3, 4096).items()
-    assert name == f"stream-{HOME}-kjv-apn_guarded_no_labels-0.001-0"  # as files of earlier runs are called
-    assert "horizon" not in constant
-    assert other == f"stream-{HOME}-kjv-apn_guarded_no_labels-0.001-4096-0"
-    assert falling == {**constant, "horizon": 4096}
-    with pytest.raises(ValueError, match="horizon=0 must be a positive integer"):
-        bench.stream(streams.GUARDED, [HOME, "kjv"], 0, 1e-3, 0)
-
-
-@pytest.mark.parametrize("method", [streams.GUARDED, "dense, guarded, no labels", "dense, full"])
-def test_a_stream_follows_its_horizon(bench, method):
-    bench.run(bench.pretrain(streams.LEARNERS[method], HOME, 0))
-    cells = [bench.stream(method, [HOME, "python"], 0, 1e-2, horizon) for horizon in (None, 1, 10**12)]
-    constant, falling, hardly = (next(iter(bench.run(cell).values())) for cell in cells)
-    assert constant["matrix"][1] == falling["matrix"][1] or method == "dense, full"  # the base learns nothing
-    assert constant["matrix"][-1]["python"] < falling["matrix"][-1]["python"] - 1e-3
-    for row, same in zip(constant["matrix"], hardly["matrix"], strict=True):
-        assert row == pytest.approx(same, abs=1e-4)
 
 
 CHOSEN = ("dense, full", "APN, overlay + all", "MoE, FFN only")

@@ -21,8 +21,8 @@ from attractor.data import Batches
 from attractor.evaluate import evaluate
 from attractor.experiments.adapting import Meter
 from attractor.experiments.methods import Situation
-from attractor.experiments.plan import plan_of
-from attractor.experiments.streams import COPIES, GuardedCopies, Online
+from attractor.experiments.plan import HOME, plan_of
+from attractor.experiments.streams import COPIES, GUARDED, LEARNERS, GuardedCopies, Online
 from attractor.model import GPT
 
 PLAN = dataclasses.replace(plan_of("smoke"), batch_size=16)
@@ -96,6 +96,28 @@ def test_with_a_horizon_every_step_is_smaller_than_the_last(home, horizon):
     assert rates == pytest.approx([1e-2 * (1 + (step / 2 if horizon else 0)) ** -0.5 for step in range(6)])
 
 
+def test_a_stream_whose_rate_falls_is_a_cell_of_its_own(bench):
+    ((name, constant),) = bench.stream(GUARDED, [HOME, "kjv"], 0, 1e-3).items()
+    ((other, falling),) = bench.stream(GUARDED, [HOME, "kjv"], 0, 1e-3, 4096).items()
+    assert name == f"stream-{HOME}-kjv-apn_guarded_no_labels-0.001-0"  # as files of earlier runs are called
+    assert "horizon" not in constant
+    assert other == f"stream-{HOME}-kjv-apn_guarded_no_labels-0.001-4096-0"
+    assert falling == {**constant, "horizon": 4096}
+    with pytest.raises(ValueError, match="horizon=0 must be a positive integer"):
+        bench.stream(GUARDED, [HOME, "kjv"], 0, 1e-3, 0)
+
+
+@pytest.mark.parametrize("method", [GUARDED, "dense, guarded, no labels", "dense, full"])
+def test_a_stream_follows_its_horizon(bench, method):
+    bench.run(bench.pretrain(LEARNERS[method], HOME, 0))
+    cells = [bench.stream(method, [HOME, "python"], 0, 1e-2, horizon) for horizon in (None, 1, 10**12)]
+    constant, falling, hardly = (next(iter(bench.run(cell).values())) for cell in cells)
+    assert constant["matrix"][1] == falling["matrix"][1] or method == "dense, full"  # the base learns nothing
+    assert constant["matrix"][-1]["python"] < falling["matrix"][-1]["python"] - 1e-3
+    for row, same in zip(constant["matrix"], hardly["matrix"], strict=True):
+        assert row == pytest.approx(same, abs=1e-4)
+
+
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "stream_rates.py"
 
 
@@ -119,15 +141,8 @@ def test_the_script_about_rates_refuses(tmp_path, wrong, told):
 
 
 @pytest.mark.slow
-def test_the_script_about_rates_compares_them_and_tells_who_diverged(tmp_path, capsys):
-    words = [
-        bytes(torch.randint(97, 122, (6,), generator=torch.manual_seed(seed)).tolist()) for seed in range(40)
-    ]
-    domains = []
-    for number, name in enumerate(("shakespeare", "kjv", "python", "first-folio", "paper-shift")):
-        picks = torch.randint(8, (20_000,), generator=torch.manual_seed(number)) + 8 * number
-        (tmp_path / name).write_bytes(b" ".join(words[pick] for pick in picks.tolist()))
-        domains.append(f"{name}={tmp_path / name}")
+def test_the_script_about_rates_compares_them_and_tells_who_diverged(texts, tmp_path, capsys):
+    domains = [f"{name}={file}" for name, file in texts.items()]
     main = runpy.run_path(str(SCRIPT))["main"]
     asked = ["--rates", "0.01", "1e30", "--horizons", "256", "256", "--methods", "dense, guarded, no labels"]
     main([f"--out={tmp_path}", f"--result={tmp_path}/r.json", "--device=cpu", "--domain", *domains, *asked])

@@ -120,6 +120,11 @@ class AllocationConfig(JSONConfig):
                 raise ValueError(f'min_share={self.min_share} needs mode="replace", not {self.mode!r}')
 
 
+def settled(seen: int, horizon: int | None) -> float:
+    """What a rate is multiplied by after so many tokens, by `LearnConfig.rate_horizon`."""
+    return 1.0 if horizon is None else (1 + seen / horizon) ** -0.5
+
+
 @dataclass(frozen=True, kw_only=True)
 class LearnConfig(JSONConfig):
     """How a model learns from a stream: Algorithm 2, who may teach, and when capacity is added."""

@@ -30,7 +30,7 @@ from attractor.config import PrecisionName, check_choice, check_number
 from attractor.continual import state as states
 from attractor.continual.allocate import Allocator, Habits
 from attractor.continual.baselines.baseline import check_batch
-from attractor.continual.config import LearnConfig
+from attractor.continual.config import LearnConfig, settled
 from attractor.continual.gates import Surprise, admit
 from attractor.continual.lesson import (
     Lesson,
@@ -307,7 +307,7 @@ class OnlineLearner:
                     used = lesson.counts[number].cpu(), usual.cpu()
                     patches = most_specific(patches, *used, self.config.max_patches)
                 taught[number] = patches
-            smaller = (1 + (token - lesson.tokens) / (self.config.rate_horizon or math.inf)) ** -0.5
+            smaller = settled(token - lesson.tokens, self.config.rate_horizon)
             with self._gradients(lesson.gradients):
                 changes = self.update.step(
                     taught, gradient_scale=1 / lesson.taught, rate_scale=smaller, undo=undo

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attractor.continual import domains
-from attractor.continual.config import GuardConfig, LearnConfig, UpdateConfig
+from attractor.continual.config import GuardConfig, LearnConfig, UpdateConfig, settled
 from attractor.continual.gates import Surprise
 from attractor.continual.guard import BASE, Guard
 from attractor.continual.guarded import GuardedLearner
@@ -62,8 +62,7 @@ class Online:
         context = self.adapter.model.config.context
         whole = piece[: (len(piece) - 1) // context * context + 1]  # a memory has sequences of one length
         for inputs, targets, _ in windows(whole, context, self.plan.batch_size):
-            smaller = (1 + self.seen / (math.inf if self.horizon is None else self.horizon)) ** -0.5
-            self.adapter.step(inputs, targets, self.rate * smaller)
+            self.adapter.step(inputs, targets, self.rate * settled(self.seen, self.horizon))
             self.seen += targets.numel()
         return "the model"
 
