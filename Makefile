@@ -28,7 +28,8 @@ types: $(READY_TO_TEST)  ## mypy
 pytest: $(READY_TO_TEST)  ## the tests alone, on two cores
 	@$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
-soak: $(READY_TO_TEST)  ## what a server promises: kill -9, pauses, throughput, 64 clients (a quarter of an hour)
+soak: $(READY_TO_TEST)  ## the slow tests, and what a server promises: kill -9, pauses, 64 clients (twenty minutes)
+	@$(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
 	@$(BIN)/python benchmarks/soak.py --result results/soak.json
 
 clean:  ## remove .venv and every cache

@@ -79,7 +79,7 @@ class Browser:
                 return answer["result"]
             self.events.append(answer)
 
-    def _receive(self, seconds=30.0):
+    def _receive(self, seconds=300.0):
         end = time.monotonic() + seconds
         while b"\0" not in self._rest:
             ready, _, _ = select.select([self._in], [], [], max(0.0, end - time.monotonic()))
@@ -120,7 +120,7 @@ class Page:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
-    def wait(self, script, seconds=20.0):
+    def wait(self, script, seconds=300.0):
         end = time.monotonic() + seconds
         while not self.evaluate(script):
             assert time.monotonic() < end, f"this did not become true: {script}"

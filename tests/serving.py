@@ -30,7 +30,7 @@ class Running:
         self.socket.close()
 
 
-def until(condition, seconds=10.0):
+def until(condition, seconds=300.0):
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.01)

@@ -34,7 +34,7 @@ def running(service):
 @pytest.fixture
 def official(running):
     with openai.OpenAI(
-        api_key="unused", base_url=f"http://127.0.0.1:{running.port}/v1", max_retries=0, timeout=20
+        api_key="unused", base_url=f"http://127.0.0.1:{running.port}/v1", max_retries=0, timeout=300
     ) as client:
         yield client
 
@@ -130,11 +130,10 @@ def test_a_client_that_leaves_a_stream_ends_it(official, service):
 
 
 def test_a_client_that_leaves_before_the_first_token_ends_it(official, service):
-    service.delay = 60.0
+    service.delay = 600.0
     with pytest.raises(openai.APITimeoutError):
-        official.with_options(timeout=0.3).completions.create(model="fake", prompt="A", n=2)
-    until(lambda: all(ticket.cancelled for ticket in service.tickets))
-    assert len(service.tickets) == 2
+        official.with_options(timeout=1.0).completions.create(model="fake", prompt="A", n=2)
+    until(lambda: [ticket.cancelled for ticket in service.tickets] == [True, True])
 
 
 # --- what a request can say

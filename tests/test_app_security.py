@@ -262,7 +262,7 @@ def test_large_bodies_are_refused_whole_or_in_pieces(service):
 
 def raw(port, *parts, stay=True):
     """What a server answers to these bytes."""
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=300) as connection:
         for part in parts:
             connection.sendall(part)
         if not stay:
@@ -276,10 +276,12 @@ def raw(port, *parts, stay=True):
 
 
 def test_slow_endless_and_odd_requests_over_a_socket(service):
-    options = ServeSettings(body_timeout=0.3, max_body=100_000)
+    hasty = ServeSettings(body_timeout=0.3, max_body=100_000)
+    options = ServeSettings(body_timeout=600, max_body=100_000)
     head = b"POST /v1/learn HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-    with Running(create_app(service, options), options) as running:
+    with Running(create_app(service, hasty), hasty) as running:
         assert b" 408 " in raw(running.port, head + b"Content-Length: 50\r\n\r\n", b'{"text": ')
+    with Running(create_app(service, options), options) as running:
         chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
         assert b" 413 " in raw(running.port, head + b"Transfer-Encoding: chunked\r\n\r\n", chunk, chunk)
         assert b" 413 " in raw(running.port, head + b"Content-Length: 99999999999\r\n\r\n")
@@ -292,7 +294,7 @@ def test_slow_endless_and_odd_requests_over_a_socket(service):
 
 def test_who_may_not_come_in_is_not_listened_to(service, keys):
     """The answer comes before the body."""
-    options = ServeSettings(keys=keys[0], body_timeout=60)
+    options = ServeSettings(keys=keys[0], body_timeout=600)
     with Running(create_app(service, options), options) as running:
         head = b"POST /v1/learn HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         assert b" 401 " in raw(running.port, head + b"Content-Length: 999\r\n\r\n")

@@ -77,7 +77,7 @@ def test_streams_keep_their_version_while_it_learns(service):
         teacher.start()
         try:
             url = f"http://127.0.0.1:{running.port}/v1"
-            with openai.OpenAI(api_key="x", base_url=url, max_retries=0, timeout=60) as client:
+            with openai.OpenAI(api_key="x", base_url=url, max_retries=0, timeout=300) as client:
                 for seed in range(6):
                     stream = client.completions.create(
                         model=service.name, prompt="the ", max_tokens=16, seed=seed, stream=True

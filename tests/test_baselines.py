@@ -2,6 +2,7 @@
 
 import copy
 import doctest
+import functools
 import itertools
 from functools import partial
 
@@ -344,50 +345,54 @@ def markov(alphabet, order_seed, seed, length):
     return order[places]
 
 
-@pytest.fixture(scope="module")
-def forgetting():
-    """Learn A, then B, which has half of A's alphabet in another order: held-out losses by method."""
-    alphabets = {"A": (range(8), 1), "B": (range(4, 12), 2)}
-    text = {name: markov(*source, 3, 6000) for name, source in alphabets.items()}
-    held_out = {name: markov(*source, 4, 1500) for name, source in alphabets.items()}
+ALPHABETS = {"A": (range(8), 1), "B": (range(4, 12), 2)}
+TEXT = {name: markov(*source, 3, 6000) for name, source in ALPHABETS.items()}
+HELD_OUT = {name: markov(*source, 4, 1500) for name, source in ALPHABETS.items()}
+MEMORY = Batches(TEXT["A"], 64, CONTEXT, 9).batch(0)
+AFTER_A = {
+    "fine-tune": FineTune,
+    "ewc": partial(EWC, anchor=[MEMORY], strength=100.0),
+    "gem": partial(GEM, memories=[MEMORY]),
+    "agem": partial(AGEM, memory=MEMORY, batch_size=32),
+    "gem, steps": partial(GEM, memories=[MEMORY], of="step"),
+    "agem, steps": partial(AGEM, memory=MEMORY, batch_size=32, of="step"),
+    "replay": partial(Replay, memory=MEMORY, fraction=0.25),
+    "lora": partial(LoRA, rank=4, targets="all"),
+}
+
+
+def losses_of(model):
+    return {name: evaluate(model, tokens) for name, tokens in HELD_OUT.items()}
+
+
+@functools.cache
+def knows_a():
     learner = FineTune(build(), learning_rate=3e-3)
-    for tokens in itertools.islice(Batches(text["A"], 16, CONTEXT, 0), 200):
+    for tokens in itertools.islice(Batches(TEXT["A"], 16, CONTEXT, 0), 200):
         learner.step(*tokens)
-    start = learner.finish()
-    memory = Batches(text["A"], 64, CONTEXT, 9).batch(0)
-    methods = {
-        "fine-tune": FineTune,
-        "ewc": partial(EWC, anchor=[memory], strength=100.0),
-        "gem": partial(GEM, memories=[memory]),
-        "agem": partial(AGEM, memory=memory, batch_size=32),
-        "gem, steps": partial(GEM, memories=[memory], of="step"),
-        "agem, steps": partial(AGEM, memory=memory, batch_size=32, of="step"),
-        "replay": partial(Replay, memory=memory, fraction=0.25),
-        "lora": partial(LoRA, rank=4, targets="all"),
-    }
-    losses = {"start": {name: evaluate(start, tokens) for name, tokens in held_out.items()}}
-    sizes = {}
-    for name, method in methods.items():
-        learner = method(copy.deepcopy(start), learning_rate=1e-3)
-        for tokens in itertools.islice(Batches(text["B"], 16, CONTEXT, 0), 150):
-            learner.step(*tokens)
-        sizes[name] = sum(parameter.numel() for parameter in learner.trainable)
-        model = learner.finish()
-        losses[name] = {name: evaluate(model, tokens) for name, tokens in held_out.items()}
-    return losses, sizes
+    return learner.finish()
+
+
+@functools.cache
+def then_b(name):
+    """Who knows A learns B, which has half of A's alphabet in another order: losses, and parameters."""
+    learner = AFTER_A[name](copy.deepcopy(knows_a()), learning_rate=1e-3)
+    for tokens in itertools.islice(Batches(TEXT["B"], 16, CONTEXT, 0), 150):
+        learner.step(*tokens)
+    size = sum(parameter.numel() for parameter in learner.trainable)
+    return losses_of(learner.finish()), size
 
 
 @pytest.mark.parametrize("name", ["ewc", "gem", "agem", "gem, steps", "agem, steps", "replay"])
-def test_forgets_less_than_fine_tuning(name, forgetting):
-    losses, _ = forgetting
-    start, plain, guarded = losses["start"], losses["fine-tune"], losses[name]
+def test_forgets_less_than_fine_tuning(name):
+    start, (plain, _), (guarded, _) = losses_of(knows_a()), then_b("fine-tune"), then_b(name)
     assert plain["A"] > start["A"] + 1.0  # fine-tuning forgets
     assert start["B"] > plain["B"] + 3.0  # and learns
     assert guarded["A"] - start["A"] < (plain["A"] - start["A"]) / 2
     assert guarded["B"] < plain["B"] + 0.2
 
 
-def test_lora_learns_with_few_parameters(forgetting):
-    losses, sizes = forgetting
-    assert losses["lora"]["B"] < losses["start"]["B"] - 2.0
-    assert sizes["lora"] < sizes["fine-tune"] / 3
+def test_lora_learns_with_few_parameters():
+    lora, size = then_b("lora")
+    assert lora["B"] < losses_of(knows_a())["B"] - 2.0
+    assert size < then_b("fine-tune")[1] / 3

@@ -18,7 +18,7 @@ from attractor.experiments import adapting, forgetting, match, rates, sensitivit
 from attractor.experiments.benchmark import Benchmark, slug
 from attractor.experiments.grid import CellsFailed, GridStopped, cell_file
 from attractor.experiments.methods import METHODS, Situation
-from attractor.experiments.plan import HOME, KINDS, PAPER, PAPER_BYTES, domain, plan_of, read_domains
+from attractor.experiments.plan import FOLIO, HOME, KINDS, PAPER, PAPER_BYTES, domain, plan_of, read_domains
 from attractor.experiments.result import write_result
 from attractor.model import GPT
 
@@ -155,17 +155,37 @@ def test_names_of_cells_are_file_names():
 CHOSEN = ("dense, full", "APN, overlay + all", "MoE, FFN only")
 
 
-@pytest.mark.slow
-def test_shifts(bench, tmp_path, monkeypatch):
-    few = ("dense, replay 5 % of all so far", "dense LoRA on all, guarded, no labels", streams.GUARDED)
+@pytest.fixture(scope="module")
+def small_bench(texts, tmp_path_factory):
+    """With less to compute: one text less to adapt to, and less of each to measure with."""
+    bench = Benchmark("smoke", tmp_path_factory.mktemp("small"), domains=texts, device="cpu")
+    bench.targets.remove(FOLIO)
+    bench.plan = dataclasses.replace(bench.plan, test_bytes=2048)
+    for kind, text in itertools.product(("dense", "apn"), (HOME, "mixture")):
+        bench.run(bench.pretrain(kind, text, 0))
+    return bench
+
+
+how_much = pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.slow)])
+
+
+@how_much
+def test_shifts(whole, bench, small_bench, tmp_path, monkeypatch):
+    bench = bench if whole else small_bench
+    chosen = CHOSEN if whole else CHOSEN[:2]
+    few = ("dense, replay 5 % of all so far", streams.GUARDED)
+    if whole:
+        few += ("dense LoRA on all, guarded, no labels",)
+    else:
+        monkeypatch.setattr(shifts, "KINDS", ("dense", "apn"))
     monkeypatch.setattr(shifts, "LEARNERS", {name: streams.LEARNERS[name] for name in few})
-    values = shifts.run(bench, tmp_path / "shifts.json", methods=CHOSEN)
+    values = shifts.run(bench, tmp_path / "shifts.json", methods=chosen)
     assert json.loads((tmp_path / "shifts.json").read_text())["shifts"] == values["shifts"]
     assert values["shifts"].keys() == {HOME, "mixture"}
-    assert values["shifts"]["mixture"].keys() == {"first-folio", "paper-shift", "python"}
+    assert values["shifts"]["mixture"].keys() == {"paper-shift", "python"} | ({FOLIO} if whole else set())
     for part in values["shifts"].values():
         for rows in part.values():
-            assert rows.keys() == set(CHOSEN)
+            assert rows.keys() == set(chosen)
             for method, row in rows.items():
                 assert row["base_unchanged"]
                 last_window = bench.plan.test_bytes / (bench.plan.test_bytes - 1)  # is a byte shorter
@@ -176,19 +196,29 @@ def test_shifts(bench, tmp_path, monkeypatch):
             full = rows["dense, full"]["alone"]
             assert full["gain"] == pytest.approx(1.0)
             assert full["B_over_full"] == pytest.approx(1.0)
-    for method, chosen in values["rates"].items():
-        best = min(chosen["validation"], key=lambda rate: chosen["validation"][rate])
-        assert float(best) == chosen["rate"] or chosen["tied"], method
+    for method, told in values["rates"].items():
+        best = min(told["validation"], key=lambda rate: told["validation"][rate])
+        assert float(best) == told["rate"] or told["tied"], method
     guarded = values["streams"]["methods"]["APN, guarded, no labels"]["seeds"][0]
     assert len(guarded["matrix"]) == 1 + len(values["streams"]["order"])
     assert guarded["base_unchanged"]
     assert guarded["overlays"]  # whoever never opens one has not been tried
     shown = shifts.table(values)
-    assert all(method in shown for method in CHOSEN)
+    assert all(method in shown for method in chosen)
     assert values["pretrained_twice"] == []
     files = {path: path.stat().st_mtime_ns for path in (bench.folder / "cells").iterdir()}
-    assert shifts.run(bench, tmp_path / "again.json", methods=CHOSEN)["shifts"] == values["shifts"]
+    assert shifts.run(bench, tmp_path / "again.json", methods=chosen)["shifts"] == values["shifts"]
     assert files == {path: path.stat().st_mtime_ns for path in (bench.folder / "cells").iterdir()}
+
+
+@pytest.mark.parametrize(("kind", "method"), [("moe", "MoE, FFN only"), ("switch", "Switch, FFN only")])
+def test_experts_have_cells_too(kind, method, small_bench):
+    assert METHODS[method].model == kind
+    cells = small_bench.adapt(method, HOME, "kjv", 0, 1e-2)
+    small_bench.run(small_bench.pretrain(kind, HOME, 0))
+    (told,) = small_bench.run(cells).values()
+    assert told["base_unchanged"]
+    assert told["trajectory"][-1]["losses"]["B"] < told["before"]["B"]["loss"]
 
 
 def drive(inquiry, compute):
@@ -234,8 +264,11 @@ def test_who_diverges_goes_down_the_whole_ladder():
     assert sorted(climbed(LADDER, None)) == [1e-4, 3e-4, 1e-3, 3e-3]
 
 
-@pytest.mark.slow
-def test_forgetting(bench, tmp_path):
+@how_much
+def test_forgetting(whole, bench, small_bench, tmp_path, monkeypatch):
+    if not whole:
+        bench = small_bench
+        monkeypatch.setattr(bench, "plan", dataclasses.replace(bench.plan, rates=(1e-2,)))
     values = forgetting.run(bench, tmp_path / "forgetting.json")
     rows = {row["what"]: row for row in values["shows"]}
     assert next(row for what, row in rows.items() if "computed bound" in what)["worst"] <= 1 + 1e-3

@@ -123,7 +123,7 @@ class TestInBrowser:
     def test_it_draws_everything_and_fits(self, browser, place, width, dark):
         page = browser.page(place, width=width, dark=dark)
         page.wait(LIVE)
-        page.wait("document.querySelectorAll('.chart[aria-label] .plotly').length === 6", 30)
+        page.wait("document.querySelectorAll('.chart[aria-label] .plotly').length === 6")
         assert seen(page, "getElementById('tile-version').textContent") == "v25"
         assert page.evaluate("document.querySelectorAll('#overlays tbody tr').length") == 3
         assert seen(page, "documentElement.scrollWidth") <= width

@@ -16,7 +16,7 @@ from attractor.serve.engine import Engine, Job, Pin
 from attractor.serve.errors import Busy
 from attractor.serve.lanes import Publication
 
-VOCABULARY, CONTEXT, PATIENCE = 11, 32, 60.0
+VOCABULARY, CONTEXT, PATIENCE = 11, 32, 300.0
 
 
 def model_of(seed, cls=GPT):

@@ -315,7 +315,7 @@ def test_a_falling_rate_goes_on_where_it_was(tmp_path, monkeypatch):
 def test_growth_ends_however_often_it_is_loaded(tmp_path):
     learner = guarded("grown")
     for _ in range(3):
-        learner.observe(stream(2000), source="web")
+        learner.observe(stream(700), source="web")
         learner.save(tmp_path / "saved")
         learner = GuardedLearner.load(tmp_path / "saved")
     sizes = {layer.num_patches for layer in learner.sources["web"].branch.model.apn_layers().values()}

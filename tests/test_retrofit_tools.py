@@ -74,7 +74,6 @@ def test_autocast(family):
     assert all(parameter.grad.dtype == torch.float32 for parameter in net.trainable_parameters())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_compiled(family):
     net = teach(attractor.retrofit(tiny(family), SMALL))

@@ -44,7 +44,7 @@ def opened(port: int, path: str, **body: object) -> Any:
         f"http://127.0.0.1:{port}{path}", json.dumps(body).encode() if body else None,
         {"Content-Type": "application/json"},
     )  # fmt: skip
-    return urllib.request.urlopen(request, timeout=60)
+    return urllib.request.urlopen(request, timeout=300)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -65,7 +65,7 @@ def test_a_signal_ends_it_with_a_snapshot(run: Path, tmp_path: Path, number: sig
             texts = [opened(port, "/v1/completions", **form) for _ in range(8)]
             process.send_signal(number)
             ends = [text.read().decode().rstrip().splitlines()[-1] for text in texts]
-            told = process.communicate(timeout=60)[0]
+            told = process.communicate(timeout=300)[0]
         finally:
             process.kill()
     assert process.returncode == 0

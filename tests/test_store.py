@@ -245,7 +245,7 @@ def test_a_snapshot_in_the_middle_holds_up_nothing(tmp_path, monkeypatch):
     def slowly(state, own):
         for part in parts(state, own):
             reached.set()
-            assert go_on.wait(10)
+            assert go_on.wait(300)
             yield part
 
     monkeypatch.setattr(snapshots_module, "parts", slowly)
@@ -254,7 +254,7 @@ def test_a_snapshot_in_the_middle_holds_up_nothing(tmp_path, monkeypatch):
         commit(store, oracle, ("lesson", 4, 1))
         thread = threading.Thread(target=store.snapshot)
         thread.start()
-        assert reached.wait(10)
+        assert reached.wait(300)
         for operation in [("lesson", 4, 0), ("rollback", 1, 1), ("lesson", 7, 0)]:
             commit(store, oracle, operation)
             oracle.compare(store.state_at())

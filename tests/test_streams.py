@@ -140,7 +140,6 @@ def test_the_script_about_rates_refuses(tmp_path, wrong, told):
     assert not (tmp_path / "result.json").exists()
 
 
-@pytest.mark.slow
 def test_the_script_about_rates_compares_them_and_tells_who_diverged(texts, tmp_path, capsys):
     domains = [f"{name}={file}" for name, file in texts.items()]
     main = runpy.run_path(str(SCRIPT))["main"]

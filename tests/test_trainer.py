@@ -3,11 +3,10 @@
 import dataclasses
 import json
 import math
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from safetensors.torch import load_file
 
 from attractor import checkpoint
 from attractor.config import APNConfig, GPTConfig, RunConfig, TrainConfig
-from attractor.data import prepare, windows
+from attractor.data import Dataset, prepare, windows
 from attractor.evaluate import evaluate
 from attractor.layer import APN
 from attractor.model import GPT
@@ -27,6 +26,9 @@ from attractor.trainer import NotFiniteLoss, learning_rate, make_optimizer
 from attractor.trainer import Trainer as AnyTrainer
 
 Trainer = partial(AnyTrainer, device="cpu")  # bits are promised there, and these tests run everywhere
+
+FORKS = multiprocessing.get_context("forkserver")  # importing torch takes seconds: once is enough
+FORKS.set_forkserver_preload(["attractor.trainer", "torch._inductor.compile_fx", "torch.utils.tensorboard"])
 
 CONFIG = RunConfig(
     model=GPTConfig(
@@ -156,43 +158,46 @@ def test_a_signal_does_not_save_a_poisoned_state(dataset, tmp_path, monkeypatch)
         trainer.run()
 
 
-SCRIPT = """
-import sys
-from pathlib import Path
-import torch
-from attractor.config import RunConfig
-from attractor.data import Dataset
-from attractor.trainer import Trainer
-torch.set_num_threads(1)
-config = RunConfig.from_json(Path(sys.argv[1]).read_text())
-trainer = Trainer(config, Dataset.open(sys.argv[2]), Path(sys.argv[3]), device="cpu")
-trainer.resume()
-print("ready", flush=True)
-trainer.run()
-"""
+def victim(config, folder, run, errors, line):
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)  # what it has to say
+    torch.set_num_threads(1)
+    trainer = Trainer(config, Dataset.open(folder), run)
+    trainer.resume()
+    line.send("ready")
+    trainer.run()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_killed_at_any_moment_it_resumes(dataset, tmp_path):
     """kill -9 again and again; what is on the disk must always load, and the end must be the same bytes."""
     config = config_for(dataset, max_steps=40, checkpoint_interval=1, eval_interval=5)
-    (tmp_path / "config.json").write_text(config.to_json())
     Trainer(config, dataset, tmp_path / "whole").run()
-    command = [sys.executable, "-c", SCRIPT, tmp_path / "config.json", dataset.folder, tmp_path / "killed"]
+    errors = tmp_path / "errors"
+
+    def start():
+        ours, theirs = FORKS.Pipe(duplex=False)
+        process = FORKS.Process(
+            target=victim, args=(config, dataset.folder, tmp_path / "killed", errors, theirs)
+        )
+        process.start()
+        theirs.close()
+        assert ours.recv() == "ready", errors.read_text()
+        return process
+
     delays, kills = random.Random(0), 0
     for _ in range(60):
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        process.stdout.readline()
+        process = start()
         time.sleep(delays.uniform(0, 0.15))
         process.kill()
-        _, errors = process.communicate()
-        kills += process.returncode == -signal.SIGKILL
-        assert "Error" not in errors, errors
-        if process.returncode == 0 or kills == 8:
+        process.join()
+        kills += process.exitcode == -signal.SIGKILL
+        assert process.exitcode in (0, -signal.SIGKILL), errors.read_text()
+        assert "Error" not in errors.read_text(), errors.read_text()
+        if process.exitcode == 0 or kills == 8:
             break
     assert kills >= 3
-    subprocess.run(command, check=True, capture_output=True, timeout=100)
+    process = start()
+    process.join()
+    assert process.exitcode == 0, errors.read_text()
     assert_same(tmp_path / "whole", tmp_path / "killed")
 
 
