@@ -139,6 +139,11 @@ class APNConfig(JSONConfig):
     """Rank of the patch offsets of a shared decoder (default: a quarter of `rank`)."""
     num_layers: int = 1
     """Depth of the surrounding model: decoders start at 0.02 / sqrt(2 * num_layers)."""
+    radius: float | None = None
+    """Basins: a patch acts only on tokens whose cosine with its prototype exceeds its radius. Every patch
+    starts with this one; None (default) is the paper's layer, where the best patches always act."""
+    whiten: bool = False
+    """Whiten the input by statistics of background text, which `calibrate` measures (default: no)."""
 
     def __post_init__(self) -> None:
         for name in ("num_patches", "top_k", "rank", "routing_groups", "num_layers"):
@@ -155,8 +160,11 @@ class APNConfig(JSONConfig):
         check_choice("gate", self.gate, get_args(GateName))
         check_choice("decoder", self.decoder, get_args(DecoderName))
         check_choice("prototypes", self.prototypes, get_args(PrototypesName))
-        if not isinstance(self.layer_norm, bool):
-            raise ValueError(f"layer_norm={self.layer_norm!r} must be True or False")
+        for name in ("layer_norm", "whiten"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+        if self.radius is not None:
+            check_number("radius", self.radius)
         if self.top_k > self.num_patches:
             raise ValueError(f"top_k={self.top_k} must not exceed num_patches={self.num_patches}")
         if self.offset_rank is not None and self.decoder != "shared":

@@ -68,14 +68,20 @@ def mode(module: nn.Module, *, training: bool) -> Iterator[None]:
 class RoutingStats(NamedTuple):
     """What the router did with a batch; leading shapes are the input's. `monitor` makes numbers of it."""
 
-    indices: Tensor  # (..., k) selected patches, best first; -1 where the input was not finite
-    weights: Tensor  # (..., k) routing weights; 0 for slots removed by patch dropout
-    confidence: Tensor  # (...) max_i s_i
+    indices: Tensor  # (..., k) selected patches, best first; -1 where the input was not finite, and where
+    # a token did not enter the patch's basin
+    weights: Tensor  # (..., k) routing weights; 0 for slots removed by patch dropout, and outside of basins
+    confidence: Tensor  # (...) max_i s_i; with basins, by how much it exceeds the nearest edge
     balance: Tensor  # () usage-balance loss L_bal; add it to the loss to spread usage
     entropy: Tensor  # () mean entropy of the routing weights, in nats; subtract it to soften routing
     update_norm: Tensor  # (...) |APN(h)|
     input_norm: Tensor  # (...) |h| as this layer saw it
     num_patches: int
+
+    @property
+    def touched(self) -> Tensor:
+        """(...) Did any patch act on the token? Without basins, one always does."""
+        return (self.weights != 0).any(-1)
 
 
 class APN(nn.Module):
@@ -111,6 +117,8 @@ class APN(nn.Module):
         routing_groups: int = 1,
         offset_rank: int | None = None,
         num_layers: int = 1,
+        radius: float | None = None,
+        whiten: bool = False,
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -156,6 +164,16 @@ class APN(nn.Module):
         else:
             self.decoder = parameter(num_patches, rank, dim)
         self.norm = nn.LayerNorm(dim, device=device, dtype=dtype) if layer_norm else None
+        self.radius: Tensor | None
+        self.whitening: Tensor | None
+        self.whitening_shift: Tensor | None
+
+        def buffer(name: str, exists: bool, *shape: int) -> None:
+            self.register_buffer(name, torch.empty(shape, device=device, dtype=dtype) if exists else None)
+
+        buffer("radius", radius is not None, num_patches)
+        buffer("whitening", whiten, dim, dim)
+        buffer("whitening_shift", whiten, dim)
         self.reset_parameters()
 
     @classmethod
@@ -181,6 +199,11 @@ class APN(nn.Module):
             self._start(name, parameter)
         if self.norm is not None:
             self.norm.reset_parameters()
+        if self.radius is not None and self.config.radius is not None:
+            self.radius.fill_(self.config.radius)
+        if self.whitening is not None and self.whitening_shift is not None:
+            nn.init.eye_(self.whitening)
+            self.whitening_shift.zero_()
         self.scale_factor = None
 
     def _start(self, name: str, values: Tensor) -> None:
@@ -209,9 +232,7 @@ class APN(nn.Module):
     def forward(self, x: Tensor, *, return_stats: bool = False) -> Tensor | tuple[Tensor, RoutingStats]:
         """The update for tokens x (..., dim); with `return_stats`, also what the router did."""
         self._check_input(x)
-        tokens = x.reshape(-1, self.dim)
-        if self.norm is not None:
-            tokens = self._normalize(tokens, self.norm)
+        tokens = self._prepare(x)
         router: dict[str, Any] = {
             "temperature": self.config.temperature,
             "routing": self.config.routing,
@@ -230,6 +251,7 @@ class APN(nn.Module):
             U0_rd=self.decoder_base,
             A_Krq=self.offset_in,
             keep_nk=self._draw_kept_slots(tokens),
+            radius_K=self.radius,
             backend=self.backend,
         )
         update = F.dropout(output.update, self.config.dropout, self.training).reshape(x.shape)
@@ -282,9 +304,7 @@ class APN(nn.Module):
         With groups of a contextual router each group has length 1. Tokens that are not finite become zero.
         """
         self._check_input(x)
-        tokens = x.reshape(-1, self.dim)
-        if self.norm is not None:
-            tokens = self._normalize(tokens, self.norm)
+        tokens = self._prepare(x)
         tokens = ops.routing_precision(tokens).masked_fill(~ops.finite_rows(tokens), 0)
         if self.router_projection is None:
             return ops.unit(tokens)
@@ -305,6 +325,9 @@ class APN(nn.Module):
             name: nn.Parameter(torch.cat([old[:kept], new]), requires_grad=old.requires_grad)
             for name, old, new in self._with_fresh_rows(num_patches - kept)
         }
+        if self.radius is not None and self.config.radius is not None:
+            start = self.radius.new_full((num_patches - kept,), self.config.radius)
+            self.radius = torch.cat([self.radius[:kept], start])
         for name, parameter in resized.items():  # only now: an error above changes nothing
             setattr(self, name, parameter)
         self.config = config
@@ -355,6 +378,20 @@ class APN(nn.Module):
         if torch.float64 in (x.dtype, self.encoder.dtype) or x.device.type == "meta":
             return False
         return torch.is_autocast_enabled(x.device.type)
+
+    def _prepare(self, x: Tensor) -> Tensor:
+        """The tokens (n, dim) that router and encoder read."""
+        tokens = x.reshape(-1, self.dim)
+        if self.norm is not None:
+            tokens = self._normalize(tokens, self.norm)
+        if self.whitening is None or self.whitening_shift is None:
+            return tokens
+        with ops.without_autocast(x.device.type):  # whom a token meets must not depend on rounding
+            shift, whitening = (
+                ops.routing_precision(self.whitening_shift),
+                ops.routing_precision(self.whitening),
+            )
+            return torch.addmm(shift, ops.routing_precision(tokens), whitening).to(tokens.dtype)
 
     def _normalize(self, tokens: Tensor, norm: nn.LayerNorm) -> Tensor:
         """LayerNorm that keeps rows that are not finite out of its own gradients, and NaN for the router."""
@@ -413,9 +450,9 @@ def load_resized(model: nn.Module, state_dict: Mapping[str, Any], *, assign: boo
             continue  # reported below
         counts[prefix] = shape[0]
         dataclasses.replace(layer.config, num_patches=shape[0])  # a count that top_k forbids is an error here
-        for name, _ in layer.named_parameters():
-            if ROLES[name] in PATCH_ROLES:
-                expected[prefix + name] = (shape[0], *expected[prefix + name][1:])
+        rows = [name for name, _ in layer.named_parameters() if ROLES[name] in PATCH_ROLES]
+        for name in [*rows, *([] if layer.radius is None else ["radius"])]:
+            expected[prefix + name] = (shape[0], *expected[prefix + name][1:])
     problems = [
         f"{key}: the model has {expected.get(key, 'nothing')}, the checkpoint {found.get(key, 'nothing')}"
         for key in sorted(expected.keys() | found.keys())

@@ -1,6 +1,7 @@
 """How much shared memory the kernels need: compiled for a GPU that need not be there, and not run.
 
-    python tests/shared_memory.py 86 256 bfloat16 64      compute capability 8.6, rank 256, 64 patches
+    python tests/shared_memory.py 86 256 bfloat16 64           compute capability 8.6, rank 256, 64 patches
+    python tests/shared_memory.py 86 256 bfloat16 64 whole     all the way to machine code
 
 prints JSON, kernel -> bytes. TRITON_INTERPRET must not be set: the interpreter has no compiler.
 """
@@ -12,8 +13,11 @@ from typing import Any
 
 import torch
 import triton
+from triton._C.libtriton import ir, nvidia, passes
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptx_version_from_options
 from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
 
 from attractor.ops import fused, kernels, launch
 
@@ -52,12 +56,15 @@ def launches_of(
     z, P = torch.zeros(16384, dim, dtype=dtype), torch.zeros(patches, dim, dtype=dtype)
     a = torch.zeros(patches, rank)
     V, U = torch.zeros(dim, rank, dtype=dtype), torch.zeros(patches, rank, dim, dtype=dtype)
-    update, idx, w, _, s, *rest = fused.fused(z, P, V, a, a, U, None, 4, 0.07, 1.0, True, dtype, True)
-    fused.fused_backward(update, None, None, z, P, V, a, a, U, idx, w, s, *rest, 0.07, 1.0, True)
+    radius = torch.zeros(patches)  # with basins the kernels do a little more
+    update, idx, w, _, s, *rest = fused.fused(z, P, V, a, a, U, None, radius, 4, 0.07, 1.0, True, dtype, True)
+    fused.fused_backward(update, None, None, z, P, V, a, a, U, idx, w, s, *rest, 0.07, 1.0, True, True)
     return found
 
 
-def shared_memory(kernel: Any, arguments: dict[str, Any], options: dict[str, Any], capability: int) -> int:
+def shared_memory(
+    kernel: Any, arguments: dict[str, Any], options: dict[str, Any], capability: int, whole: bool
+) -> int:
     signature, constants, attributes = {}, {}, {}
     for place, parameter in enumerate(kernel.params):
         value = arguments[parameter.name]
@@ -70,8 +77,34 @@ def shared_memory(kernel: Any, arguments: dict[str, Any], options: dict[str, Any
         else:
             signature[parameter.name] = NUMBERS[type(value)]
     source = ASTSource(kernel, signature, constants, attributes)
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return int(compiled.metadata.shared)
+    target = GPUTarget("cuda", capability, 32)
+    if whole:
+        return int(triton.compile(source, target=target, options=options).metadata.shared)
+    return lowered(source, target, options)
+
+
+def lowered(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> int:
+    """What `triton.compile` does until it knows the size; LLVM and the assembler take longer."""
+    backend = make_backend(target)
+    chosen = backend.parse_options(options | source.parse_options())
+    stages: dict[str, Callable[..., Any]] = {}
+    backend.add_stages(stages, chosen, source.language)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    parts = backend.get_codegen_implementation(chosen), backend.get_module_map(), context
+    module, metadata = source.make_ir(target, chosen, *parts), {}
+    for stage in ("ttir", "ttgir"):
+        module = stages[stage](module, metadata)
+    manager = ir.pass_manager(context)  # from here on, the first steps of the stage "llir"
+    passes.ttgpuir.add_combine_tensor_select_and_if(manager)
+    passes.ttgpuir.add_allocate_warp_groups(manager, False)
+    passes.convert.add_scf_to_cf(manager)
+    passes.gluon.add_inliner(manager)
+    version = get_ptx_version_from_options(chosen, target.arch)
+    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, target.arch, version)
+    manager.run(module, "shared_memory")
+    return int(module.get_int_attr("ttg.shared"))
 
 
 if __name__ == "__main__":
@@ -80,6 +113,6 @@ if __name__ == "__main__":
     launch.little_shared_memory = lambda: MOST[capability] < launch.LITTLE
     needs: dict[str, int] = {}
     for kernel, arguments, options in launches_of(rank, getattr(torch, sys.argv[3]), patches):
-        size = shared_memory(kernel, arguments, options, capability)
+        size = shared_memory(kernel, arguments, options, capability, "whole" in sys.argv)
         needs[kernel.__name__] = max(size, needs.get(kernel.__name__, 0))
     print(json.dumps(needs))

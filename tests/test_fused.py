@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from test_layer import build, every_variant, needs_triton
+from test_layer import VARIANTS, build, every_variant, needs_triton
 from torch._dynamo.testing import CompileCounter
 
 from attractor import APN, ops
@@ -81,15 +81,15 @@ def test_every_variant(variant, count, dtype):
     "sizes",
     [
         {"dim": 17, "num_patches": 5, "top_k": 1, "rank": 3},
-        {"dim": 40, "num_patches": 300, "top_k": 3, "rank": 20},  # more patches than a program holds
+        {"dim": 40, "num_patches": 260, "top_k": 3, "rank": 20},  # more than a program holds, most unused
         {"dim": 129, "num_patches": 9, "top_k": 9, "rank": 33},  # every patch, and nothing a power of two
-        {"dim": 16, "num_patches": 700, "top_k": 2, "rank": 16},  # most patches unused
+        {"dim": 16, "num_patches": 700 if ON_GPU else 64, "top_k": 2, "rank": 16},  # most patches unused
     ],
     ids=str,
 )
 def test_odd_sizes(sizes, dtype):
     layer = layer_of(dtype, **sizes)
-    assert_matches(layer, tokens_of(layer, 75))
+    assert_matches(layer, tokens_of(layer, 75 if ON_GPU or layer.config.num_patches < 10 else 20))
 
 
 @every_dtype
@@ -98,27 +98,30 @@ def test_crowded_patches(pattern, dtype):
     """Patches with many segments next to patches with none."""
     layer = layer_of(dtype, dim=24, num_patches=12, top_k=2, rank=8)
     torch.manual_seed(2)
-    favourite = torch.zeros(1500, dtype=torch.long)
+    count = 1400 if pattern == "zipf" else 1100
+    favourite = torch.zeros(count, dtype=torch.long)
     if pattern == "zipf":
-        favourite = torch.multinomial(1 / torch.arange(1.0, 13), 1500, replacement=True)
+        favourite = torch.multinomial(1 / torch.arange(1.0, 13), count, replacement=True)
     noise = 0.05 if pattern == "all to one" else 0.5
     directions = layer.prototypes.detach().float().cpu()
     directions /= directions.norm(dim=1, keepdim=True)
-    x = directions[favourite] + noise * torch.randn(1500, 24) / math.sqrt(24)
+    x = directions[favourite] + noise * torch.randn(count, 24) / math.sqrt(24)
     x = x.to(layer.encoder)
+    layer.backend = "reference"
+    chosen = layer(x, return_stats=True)[1].indices
+    assert chosen.unique(return_counts=True)[1].max() > launch.SEGMENT
     if pattern == "all to one":
-        layer.backend = "reference"
-        chosen = layer(x, return_stats=True)[1].indices
         assert (chosen[:, 0] == 0).all()
-        assert 2 * launch.SEGMENT < 1500
+        assert count > 2 * launch.SEGMENT
     assert_matches(layer, x)
 
 
 def test_equal_scores_go_to_the_lower_patch():
+    """Of vectors of 1 and -1, 4 long, every score is exact: a product rounds the rest by its place."""
     layer = layer_of(dim=16, num_patches=600, top_k=4)
     with torch.no_grad():
-        layer.prototypes.copy_(layer.prototypes[:3].repeat(200, 1))
-    x = tokens_of(layer, 70)
+        layer.prototypes.copy_(layer.prototypes[:3].sign().repeat(200, 1))
+    x = tokens_of(layer, 70).sign()
     results = []
     for layer.backend in ("reference", "triton"):
         results.append(layer(x, return_stats=True)[1].indices)
@@ -129,10 +132,13 @@ def test_equal_scores_go_to_the_lower_patch():
 
 
 @every_dtype
-@every_variant
-@pytest.mark.parametrize("count", [1, 5, 64, 65])
-def test_without_gradients(variant, count, dtype):
-    layer = layer_of(dtype, **variant).eval()
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [*((name, count) for name in VARIANTS for count in (1, 5, fused.FEW_TOKENS + 1)),
+     *((name, fused.FEW_TOKENS) for name in (VARIANTS if ON_GPU else ("core",)))],
+)  # fmt: skip
+def test_without_gradients(name, count, dtype):
+    layer = layer_of(dtype, **VARIANTS[name]).eval()
     x = tokens_of(layer, count)
     if count > 1:
         x[-1, 0] = torch.nan
@@ -168,11 +174,11 @@ def test_operators_are_well_behaved():
     )
     options = (2, 0.5, 1.0, True, torch.float32)
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(fused._fused, (z, P, V, a, b, U, None, *options, True), test_utils=checks)
-    torch.library.opcheck(fused._fused, (z, P, V, None, b[:, :1].contiguous(), U, None, *options, False),
-                          test_utils=checks)  # fmt: skip
-    _, idx, w, _, *saved = fused._fused(z, P, V, a, b, U, None, *options, True)
-    arguments = (torch.randn_like(z), None, None, z, P, V, a, b, U, idx, w, *saved, *options[1:4])
+    torch.library.opcheck(fused._fused, (z, P, V, a, b, U, None, None, *options, True), test_utils=checks)
+    scalar = (z, P, V, None, b[:, :1].contiguous(), U, None, torch.zeros(5, device=DEVICE))  # and basins
+    torch.library.opcheck(fused._fused, (*scalar, *options, False), test_utils=checks)
+    _, idx, w, _, *saved = fused._fused(z, P, V, a, b, U, None, None, *options, True)
+    arguments = (torch.randn_like(z), None, None, z, P, V, a, b, U, idx, w, *saved, *options[1:4], False)
     torch.library.opcheck(fused._fused_backward, arguments, test_utils=checks)
     code = torch.randn(9, 2, 3, device=DEVICE)
     torch.library.opcheck(fused._fused_decode, (code, U, idx, True), test_utils=checks)
@@ -234,8 +240,9 @@ def test_few_graphs_for_many_sizes():
     graphs = CompileCounter()
     layer = layer_of(dim=16, num_patches=9, top_k=3, backend="triton")
     compiled = torch.compile(layer, backend=graphs, dynamic=True, fullgraph=True)
-    for count in (70, 75, 80, 91, 110, 133, 150, 170):
-        compiled(tokens_of(layer, count)).sum().backward()
+    for count in (65, 66, 67, 70, 75, 80, 91, 110):
+        update = compiled(tokens_of(layer, count))
+    update.sum().backward()
     assert graphs.frame_count <= 3
 
 

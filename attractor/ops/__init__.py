@@ -8,7 +8,15 @@ from torch import Tensor
 
 from attractor.config import check_choice
 from attractor.ops import fused, grouped, reference
-from attractor.ops.reference import APNOutput, balance_loss, finite_rows, routing_precision, scores, unit
+from attractor.ops.reference import (
+    APNOutput,
+    balance_loss,
+    finite_rows,
+    routing_precision,
+    scores,
+    unit,
+    without_autocast,
+)
 
 __all__ = [
     "BACKENDS",
@@ -20,6 +28,7 @@ __all__ = [
     "routing_precision",
     "scores",
     "unit",
+    "without_autocast",
 ]
 
 BACKENDS: dict[str, Callable[..., APNOutput]] = {

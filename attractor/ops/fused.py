@@ -65,8 +65,8 @@ def _operator(run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[...
 
 def fused(
     z_nd: Tensor, P_Kd: Tensor, V_dr: Tensor, a_Kr: Tensor | None, b_Kr: Tensor, U_Krd: Tensor,
-    keep_nk: Tensor | None, top_k: int, temperature: float, scale: float, cosine: bool, dtype: torch.dtype,
-    backward: bool,
+    keep_nk: Tensor | None, radius_K: Tensor | None, top_k: int, temperature: float, scale: float,
+    cosine: bool, dtype: torch.dtype, backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """update, indices, weights, confidence; then what the backward pass needs (empty if there is none)."""
     from attractor.ops import kernels
@@ -75,8 +75,9 @@ def fused(
     shape = Shape(n, d, K, top_k, r, dtype)
     device = z_nd.device
     outputs = _fake_fused(
-        z_nd, P_Kd, V_dr, a_Kr, b_Kr, U_Krd, keep_nk, top_k, temperature, scale, cosine, dtype, backward
-    )
+        z_nd, P_Kd, V_dr, a_Kr, b_Kr, U_Krd, keep_nk, radius_K, top_k, temperature, scale, cosine, dtype,
+        backward,
+    )  # fmt: skip
     _, idx_nk, w_nk, confidence_n, s_nk, u_nr, inverse_z_n, inverse_p_K, order, numbers = outputs
     if n == 0:
         return outputs
@@ -84,12 +85,13 @@ def fused(
         scores_nK = torch.empty(n, K, device=device)
         blocks = shape.blocks("few_scores")
         kernels.few_scores[(n, -(-K // blocks["BK"]) + -(-r // blocks["BK"]))](
-            z_nd, P_Kd, V_dr, scores_nK, u_nr, 1 / temperature, K=K, D=d, R=r, D_P=launch.power(d, 16),
-            COSINE=cosine, **blocks,
+            z_nd, P_Kd, V_dr, radius_K, scores_nK, u_nr, 1 / temperature, K=K, D=d, R=r,
+            D_P=launch.power(d, 16), COSINE=cosine, HAS_RADIUS=radius_K is not None, **blocks,
         )  # fmt: skip
         update_nd = launch.decode_few(
-            shape, scores_nK, u_nr, a_Kr, b_Kr, U_Krd, idx_nk, w_nk, confidence_n, scale
-        )
+            shape, scores_nK, u_nr, a_Kr, b_Kr, U_Krd, idx_nk, w_nk, confidence_n, scale,
+            has_radius=radius_K is not None,
+        )  # fmt: skip
         return update_nd, *outputs[1:]
     histogram = launch.empty_histogram(shape, device)
     float32 = torch.float32 in (z_nd.dtype, P_Kd.dtype)
@@ -100,20 +102,22 @@ def fused(
     )
     blocks["BK"] = min(blocks["BK"], launch.power(K, 16))
     kernels.route[(-(-n // blocks["BN"]),)](
-        z_nd, P_Kd, V_dr, keep_nk, idx_nk, w_nk, s_nk, u_nr, inverse_z_n, inverse_p_K, confidence_n,
-        histogram, n, 1 / temperature, K=K, k=top_k, k_P=launch.power(top_k, 2), COSINE=cosine, SPLIT=split,
-        HAS_KEEP=keep_nk is not None, COUNT=True, **shape.sizes(), **shape.dots(), **blocks,
+        z_nd, P_Kd, V_dr, keep_nk, radius_K, idx_nk, w_nk, s_nk, u_nr, inverse_z_n, inverse_p_K,
+        confidence_n, histogram, n, 1 / temperature, K=K, k=top_k, k_P=launch.power(top_k, 2), COSINE=cosine,
+        SPLIT=split, HAS_KEEP=keep_nk is not None, HAS_RADIUS=radius_K is not None, COUNT=True,
+        **shape.sizes(), **shape.dots(), **blocks,
     )  # fmt: skip
     plan = Plan(order, numbers) if backward else Plan.empty(shape, device)
     plan.make(shape, idx_nk, histogram)
-    update_nd = launch.decode(shape, plan, u_nr, w_nk, a_Kr, b_Kr, U_Krd, idx_nk, scale)
+    known_n = None if radius_K is None else confidence_n
+    update_nd = launch.decode(shape, plan, u_nr, w_nk, a_Kr, b_Kr, U_Krd, idx_nk, known_n, scale)
     return update_nd, *outputs[1:]
 
 
 def _fake_fused(
     z_nd: Tensor, P_Kd: Tensor, V_dr: Tensor, a_Kr: Tensor | None, b_Kr: Tensor, U_Krd: Tensor,
-    keep_nk: Tensor | None, top_k: int, temperature: float, scale: float, cosine: bool, dtype: torch.dtype,
-    backward: bool,
+    keep_nk: Tensor | None, radius_K: Tensor | None, top_k: int, temperature: float, scale: float,
+    cosine: bool, dtype: torch.dtype, backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     (n, d), (K, r) = z_nd.shape, (P_Kd.shape[0], V_dr.shape[1])
     plan = Plan.empty(Shape(n if backward else 0, d, K, top_k, r, dtype), z_nd.device)
@@ -134,7 +138,7 @@ def fused_backward(
     grad_nd: Tensor, grad_w_nk: Tensor | None, grad_confidence_n: Tensor | None, z_nd: Tensor, P_Kd: Tensor,
     V_dr: Tensor, a_Kr: Tensor | None, b_Kr: Tensor, U_Krd: Tensor, idx_nk: Tensor, w_nk: Tensor,
     s_nk: Tensor, u_nr: Tensor, inverse_z_n: Tensor, inverse_p_K: Tensor, order: Tensor, numbers: Tensor,
-    temperature: float, scale: float, cosine: bool,
+    temperature: float, scale: float, cosine: bool, has_radius: bool,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of z, V, U, P, b and, with vector gates, a."""
     from attractor.ops import kernels
@@ -153,7 +157,8 @@ def fused_backward(
         z_nd, P_Kd, V_dr, idx_nk, w_nk, s_nk, inverse_z_n, inverse_p_K, grads.code, grads.weight, grad_w_nk,
         grad_confidence_n, grad_u_nr, grad_s_nk, coefficient_nk, grad_z_nd, n, 1 / temperature, k=k,
         k_P=launch.power(k, 2), COSINE=cosine, HAS_W=grad_w_nk is not None,
-        HAS_CONFIDENCE=grad_confidence_n is not None, **shape.sizes(), **shape.dots(), **blocks,
+        HAS_CONFIDENCE=grad_confidence_n is not None, HAS_RADIUS=has_radius, **shape.sizes(), **shape.dots(),
+        **blocks,
     )  # fmt: skip
     blocks = shape.blocks("encoder_backward")
     channels = -(-d // blocks["BD"])
@@ -187,16 +192,16 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, z: Tensor, P: Tensor, V: Tensor, a: Tensor | None, b: Tensor, U: Tensor,
-        keep: Tensor | None, top_k: int, temperature: float, scale: float, cosine: bool, dtype: torch.dtype,
-        backward: bool,
+        keep: Tensor | None, radius: Tensor | None, top_k: int, temperature: float, scale: float,
+        cosine: bool, dtype: torch.dtype, backward: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         update, idx, w, confidence, *rest = _fused(
-            z, P, V, a, b, U, keep, top_k, temperature, scale, cosine, dtype, backward
+            z, P, V, a, b, U, keep, radius, top_k, temperature, scale, cosine, dtype, backward
         )
         if backward:
-            ctx.save_for_backward(z, P, V, a, b, U, keep, idx, w, *rest)
+            ctx.save_for_backward(z, P, V, a, b, U, keep, radius, idx, w, *rest)
         ctx.options = (top_k, temperature, scale, cosine)
-        ctx.mark_non_differentiable(idx)
+        ctx.mark_non_differentiable(idx, *([] if radius is None else [confidence]))
         ctx.set_materialize_grads(False)
         return update, idx, w, confidence
 
@@ -209,7 +214,7 @@ class _Fused(torch.autograd.Function):
             if z.dtype != U.dtype:
                 raise RuntimeError('second derivatives under autocast need backend="reference"')
             grads = reference.differentiable_backward(
-                saved[:7], (grad, None, grad_w, grad_c), top_k=top_k, temperature=temperature, scale=scale,
+                saved[:8], (grad, None, grad_w, grad_c), top_k=top_k, temperature=temperature, scale=scale,
                 routing="cosine" if cosine else "dot",
             )  # fmt: skip
             return *grads, *[None] * 6
@@ -217,9 +222,10 @@ class _Fused(torch.autograd.Function):
             grad = torch.zeros(z.shape, dtype=U.dtype, device=z.device)
         extra = (None if x is None else x.contiguous() for x in (grad_w, grad_c))
         dz, dV, dU, dP, db, *da = _fused_backward(
-            grad.contiguous(), *extra, *saved[:6], *saved[7:], temperature, scale, cosine
-        )
-        return dz, dP, dV, da[0] if a is not None else None, db, dU, *[None] * 7
+            grad.contiguous(), *extra, *saved[:6], *saved[8:], temperature, scale, cosine,
+            saved[7] is not None,
+        )  # fmt: skip
+        return dz, dP, dV, da[0] if a is not None else None, db, dU, *[None] * 8
 
 
 def fused_decode(
@@ -240,7 +246,7 @@ def fused_decode(
     histogram = launch.empty_histogram(shape, code_nkq.device)
     kernels.count[(histogram.shape[0],)](idx_nk, histogram, n * k, K=K)
     plan.make(shape, idx_nk, histogram)
-    return launch.decode(shape, plan, code_nkq, None, None, None, U_Kqd, idx_nk, 1.0), order, numbers
+    return launch.decode(shape, plan, code_nkq, None, None, None, U_Kqd, idx_nk, None, 1.0), order, numbers
 
 
 def _fake_decode(
@@ -327,18 +333,20 @@ def apn(
     z_nd: Tensor, P_Km: Tensor, V_dr: Tensor, a_Kr: Tensor | None, b_Kr: Tensor, U_Kqd: Tensor, *, top_k: int,
     temperature: float, scale: float | Tensor, routing: str, U0_rd: Tensor | None = None,
     A_Krq: Tensor | None = None, projection_gdm: Tensor | None = None, keep_nk: Tensor | None = None,
+    radius_K: Tensor | None = None,
 ) -> APNOutput:  # fmt: skip
     if U0_rd is not None or projection_gdm is not None or V_dr.shape[1] > MOST_RANK:
         return reference.apn(
             z_nd, P_Km, V_dr, a_Kr, b_Kr, U_Kqd, top_k=top_k, temperature=temperature, scale=scale,
             routing=routing, U0_rd=U0_rd, A_Krq=A_Krq, projection_gdm=projection_gdm, keep_nk=keep_nk,
-            decode=decode_in_parts,
+            radius_K=radius_K, decode=decode_in_parts,
         )  # fmt: skip
     dtype = _product_dtype(z_nd)
     update, idx, w, confidence = _Fused.apply(
         z_nd.contiguous(), P_Km.contiguous(), V_dr.to(dtype).contiguous(),
         None if a_Kr is None else a_Kr.contiguous(), b_Kr.contiguous(), U_Kqd.to(dtype).contiguous(),
-        None if keep_nk is None else keep_nk.contiguous(), top_k, temperature,
+        None if keep_nk is None else keep_nk.contiguous(),
+        None if radius_K is None else radius_K.contiguous(), top_k, temperature,
         1.0 if isinstance(scale, Tensor) else float(scale), routing == "cosine", dtype,
         _needs_backward(z_nd, P_Km, V_dr, a_Kr, b_Kr, U_Kqd),
     )  # fmt: skip

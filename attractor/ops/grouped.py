@@ -150,6 +150,7 @@ class _Saved(NamedTuple):
     """What the backward pass of `_Patches` needs beside its inputs."""
 
     finite_n1: Tensor | None  # None if all rows are
+    nobody_n1: Tensor | None  # with radii: the weight that no patch has
     row_n1: Tensor  # s = row * <z, p> * column: 1 / (tau |z|), or 1 / tau for routing="dot"
     column_K: Tensor  # 1 / |p|
     s_nk: Tensor
@@ -166,7 +167,8 @@ def inverse_length(length: Tensor) -> Tensor:
 
 def forward(
     z_nd: Tensor, P_Kd: Tensor, V_dr: Tensor, a_Kr: Tensor | None, b_Kr: Tensor, U_Krd: Tensor,
-    keep_nk: Tensor | None, *, top_k: int, temperature: float, scale: float, routing: str,
+    keep_nk: Tensor | None, radius_K: Tensor | None, *, top_k: int, temperature: float, scale: float,
+    routing: str,
 ) -> tuple[APNOutput, _Saved]:  # fmt: skip
     length_n1 = torch.linalg.vector_norm(z_nd, dim=-1, keepdim=True)
     finite_n1 = None
@@ -177,16 +179,22 @@ def forward(
     row_n1 = inverse_length(tau_n1)
     column_K = inverse_length(torch.linalg.vector_norm(P_Kd, dim=-1))
 
+    edge_K = None if radius_K is None else radius_K / temperature
     block = max(1, CACHE // 4 // (len(P_Kd) * z_nd.itemsize))  # no (n, K) leaves the cache
     fits = len(z_nd) <= block
     blocks = [(z_nd, row_n1)] if fits else zip(z_nd.split(block), row_n1.split(block), strict=True)
     chosen = []
     for z, row in blocks:
-        s_nK = (z @ P_Kd.T).mul_(column_K).mul_(row)  # (1)
-        idx_nk = best_patches(s_nK, top_k)  # (2)
-        chosen.append((s_nK.gather(1, idx_nk), idx_nk))
-    s_nk, idx_nk = chosen[0] if fits else map(torch.cat, zip(*chosen, strict=True))
-    w_nk = (s_nk if keep_nk is None else s_nk.masked_fill(~keep_nk, -torch.inf)).softmax(-1)  # (3)
+        m_nK = (z @ P_Kd.T).mul_(column_K).mul_(row)  # (1)
+        if edge_K is not None:
+            m_nK -= edge_K  # (B1)
+        idx_nk = best_patches(m_nK, top_k)  # (2)
+        chosen.append((m_nK.gather(1, idx_nk), idx_nk))
+    m_nk, idx_nk = chosen[0] if fits else map(torch.cat, zip(*chosen, strict=True))
+    s_nk = m_nk if edge_K is None else m_nk + edge_K[idx_nk]
+    kept_nk = m_nk if keep_nk is None else m_nk.masked_fill(~keep_nk, -torch.inf)
+    w_nk = kept_nk.softmax(-1) if edge_K is None else reference.basin_weights(kept_nk)  # (3), or (B2)
+    nobody_n1 = None if edge_K is None else 1 - w_nk.sum(-1, keepdim=True)
 
     u_nr = z_nd @ V_dr  # (4)
     u_nkr = u_nr.unsqueeze(1)
@@ -197,14 +205,15 @@ def forward(
     code_nkr = (gate_nkr * u_nkr).mul_((w_nk if scale == 1 else scale * w_nk).unsqueeze(-1))  # (5), weighted
     update_nd = sum_decode(code_nkr, U_Krd, idx_nk)  # (6)
 
-    saved = _Saved(finite_n1, row_n1, column_K, s_nk, idx_nk, w_nk, u_nr, gate_nkr)
+    saved = _Saved(finite_n1, nobody_n1, row_n1, column_K, s_nk, idx_nk, w_nk, u_nr, gate_nkr)
+    shown_nk = idx_nk if edge_K is None else idx_nk.masked_fill(w_nk == 0, -1)
     if finite_n1 is None:
-        return APNOutput(update_nd, idx_nk, w_nk, s_nk.select(1, 0)), saved
+        return APNOutput(update_nd, shown_nk, w_nk, m_nk.select(1, 0)), saved
     return APNOutput(
         update=update_nd.masked_fill_(~finite_n1, torch.nan),
-        indices=idx_nk.masked_fill(~finite_n1, -1),
+        indices=shown_nk.masked_fill(~finite_n1, -1),
         weights=w_nk.masked_fill(~finite_n1, 0),
-        confidence=s_nk[:, 0].masked_fill(~finite_n1.squeeze(1), torch.nan),
+        confidence=m_nk[:, 0].masked_fill(~finite_n1.squeeze(1), torch.nan),
     ), saved
 
 
@@ -216,14 +225,15 @@ class _Patches(torch.autograd.Function):
         output, saved = forward(*inputs, **options)
         ctx.options = options
         ctx.save_for_backward(*inputs, *saved)
-        ctx.mark_non_differentiable(output.indices)
         ctx.set_materialize_grads(False)
-        return *output[:3], output.confidence.clone()  # which may be a view of what is saved
+        confidence = output.confidence.clone()  # which may be a view of what is saved
+        ctx.mark_non_differentiable(output.indices, *([] if inputs[7] is None else [confidence]))
+        return *output[:3], confidence
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         tensors = ctx.saved_tensors  # once: activation checkpointing computes them when asked
-        inputs, saved = tensors[:7], _Saved(*tensors[7:])
+        inputs, saved = tensors[:8], _Saved(*tensors[8:])
         if torch.is_grad_enabled():  # create_graph=True: differentiate us
             return None, *reference.differentiable_backward(inputs, grads, **ctx.options)
         return None, *backward(inputs, saved, grads, **ctx.options)
@@ -233,8 +243,8 @@ def backward(
     inputs: Sequence[Any], saved: _Saved, grads: Sequence[Tensor | None], *,
     top_k: int, temperature: float, scale: float, routing: str,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    z_nd, P_Kd, V_dr, a_Kr, _, U_Krd, _ = inputs
-    finite_n1, row_n1, column_K, s_nk, idx_nk, w_nk, u_nr, gate_nkr = saved
+    z_nd, P_Kd, V_dr, a_Kr, _, U_Krd, _, _ = inputs
+    finite_n1, nobody_n1, row_n1, column_K, s_nk, idx_nk, w_nk, u_nr, gate_nkr = saved
     grad_nd, _, grad_w_nk, grad_confidence_n = grads
     grad_nd = torch.zeros_like(z_nd) if grad_nd is None else grad_nd.contiguous()
     if finite_n1 is not None:
@@ -263,7 +273,8 @@ def backward(
     grad_u_nr = grad_u_nkr.sum(1)
 
     grad_w_nk = scale * grad_scaled_w_nk + (0 if grad_w_nk is None else grad_w_nk)  # (3)
-    grad_s_nk = w_nk * (grad_w_nk - (w_nk * grad_w_nk).sum(-1, keepdim=True))
+    slope_nk = w_nk if nobody_n1 is None else (w_nk + nobody_n1).masked_fill(w_nk == 0, 0)  # of (B2)
+    grad_s_nk = slope_nk * (grad_w_nk - (w_nk * grad_w_nk).sum(-1, keepdim=True))
     if grad_confidence_n is not None:
         grad_s_nk[:, 0] += grad_confidence_n
     if finite_n1 is not None:
@@ -282,7 +293,7 @@ def backward(
     grad_P_Kd *= column_K.unsqueeze(1)
 
     grad_z_nd.addmm_(grad_u_nr, V_dr.T)  # (4)
-    return grad_z_nd, grad_P_Kd, z_nd.T @ grad_u_nr, grad_a_Kr, grad_b_Kr, grad_U_Krd, None
+    return grad_z_nd, grad_P_Kd, z_nd.T @ grad_u_nr, grad_a_Kr, grad_b_Kr, grad_U_Krd, None, None
 
 
 @torch.library.custom_op("attractor::grouped_decode", mutates_args=())
@@ -337,7 +348,7 @@ def decode(code_nkq: Tensor, U_Kqd: Tensor, idx_nk: Tensor) -> Tensor:
 def apn(
     z_nd: Tensor, P_Km: Tensor, V_dr: Tensor, a_Kr: Tensor | None, b_Kr: Tensor, U_Kqd: Tensor, *,
     top_k: int, temperature: float, scale: float | Tensor, routing: str, keep_nk: Tensor | None = None,
-    **variants: Any,
+    radius_K: Tensor | None = None, **variants: Any,
 ) -> APNOutput:  # fmt: skip
     """`reference.apn`, as fast as these tensors allow."""
     tensors = (z_nd, P_Km, V_dr, a_Kr, b_Kr, U_Kqd)
@@ -347,17 +358,60 @@ def apn(
     )
     if not eager or not has_own_backward(tensors, variants, scale):
         select = best_patches if eager else reference.best_patches  # ours looks at values
-        options |= {"scale": scale, "keep_nk": keep_nk, **variants}
+        options |= {"scale": scale, "keep_nk": keep_nk, "radius_K": radius_K, **variants}
         return reference.apn(*tensors, **options, select=select, decode=decode)
     options["scale"] = float(scale)  # the layer writes its factor in place, maybe before our backward pass
+    if radius_K is not None and keep_nk is None:
+        return _only_inside(tensors, radius_K, options)
+    return _run(tensors, keep_nk, radius_K, options)
+
+
+def _only_inside(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor],
+    radius_K: Tensor,
+    options: dict[str, Any],
+) -> APNOutput:
+    """With radii: compute the few tokens that enter a basin; the update of all others is zero."""
+    z_nd, P_Kd, top_k = tensors[0], tensors[1], options["top_k"]
+    with torch.no_grad():
+        block = max(1, CACHE // 4 // (len(P_Kd) * z_nd.itemsize))
+        router = {"temperature": options["temperature"], "routing": options["routing"]}
+        best_n = torch.cat(
+            [
+                reference.margins(reference.scores(z, P_Kd, **router), radius_K, options["temperature"]).amax(
+                    1
+                )
+                for z in z_nd.split(block)
+            ]
+        )
+        rows_t = (~(best_n <= 0) | ~reference.finite_rows(z_nd).squeeze(1)).nonzero().squeeze(1)  # NaN too
+    if len(rows_t) == len(z_nd):
+        return _run(tensors, None, radius_K, options)
+    few = _run((z_nd.index_select(0, rows_t), *tensors[1:]), None, radius_K, options)
+    zeros_nk = z_nd.new_zeros(len(z_nd), top_k)
+    return APNOutput(
+        update=torch.zeros_like(z_nd).index_copy(0, rows_t, few.update),
+        indices=torch.full_like(zeros_nk, -1, dtype=few.indices.dtype).index_copy(0, rows_t, few.indices),
+        weights=zeros_nk.index_copy(0, rows_t, few.weights),
+        confidence=best_n.index_copy(0, rows_t, few.confidence),
+    )
+
+
+def _run(
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor],
+    keep_nk: Tensor | None,
+    radius_K: Tensor | None,
+    options: dict[str, Any],
+) -> APNOutput:
+    z_nd, P_Km, V_dr, *_ = tensors
     forward_mode = forward_ad._current_level >= 0  # which `_Patches` refuses
     wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     if wanted or forward_mode:
-        return APNOutput(*_Patches.apply(options, *tensors, keep_nk))
-    multiply_adds = z_nd.numel() * (len(P_Km) + V_dr.shape[1] * (top_k + 1))
+        return APNOutput(*_Patches.apply(options, *tensors, keep_nk, radius_K))
+    multiply_adds = z_nd.numel() * (len(P_Km) + V_dr.shape[1] * (options["top_k"] + 1))
     small = multiply_adds < 2**24 and may_set_threads()
     with one_thread() if small else nullcontext():  # to wake another one takes longer
-        return forward(*tensors, keep_nk, **options)[0]
+        return forward(*tensors, keep_nk, radius_K, **options)[0]
 
 
 def has_own_backward(

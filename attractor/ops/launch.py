@@ -127,9 +127,12 @@ def gate_kind(a_Kr: Tensor | None, b_Kr: Tensor | None) -> int:
 
 def decode(
     shape: Shape, plan: Plan, u: Tensor, w: Tensor | None, a: Tensor | None, b: Tensor | None, U_Krd: Tensor,
-    idx_nk: Tensor, scale: float,
+    idx_nk: Tensor, confidence_n: Tensor | None, scale: float,
 ) -> Tensor:  # fmt: skip
-    """Eqs. (5) and (6) from a plan: every tile of pairs, then the sum over the slots."""
+    """Eqs. (5) and (6) from a plan: every tile of pairs, then the sum over the slots.
+
+    `confidence_n` is given with radii, where an index of -1 does not say that a token was not finite.
+    """
     from attractor.ops import kernels
 
     n, d, k = shape.n, shape.d, shape.k
@@ -141,14 +144,15 @@ def decode(
     update_nd = torch.empty(n, d, dtype=shape.dtype, device=u.device)
     blocks = shape.blocks("combine")
     kernels.combine[(-(-n // blocks["BN"]), -(-d // blocks["BD"]))](
-        y_pd, idx_nk, update_nd, n, scale, D=d, k=k, **blocks
-    )
+        y_pd, idx_nk, confidence_n, update_nd, n, scale, D=d, k=k, HAS_RADIUS=confidence_n is not None,
+        **blocks,
+    )  # fmt: skip
     return update_nd
 
 
 def decode_few(
     shape: Shape, scores: Tensor | None, u: Tensor, a: Tensor | None, b: Tensor | None, U_Krd: Tensor,
-    idx_nk: Tensor, w_nk: Tensor | None, confidence_n: Tensor | None, scale: float,
+    idx_nk: Tensor, w_nk: Tensor | None, confidence_n: Tensor | None, scale: float, has_radius: bool = False,
 ) -> Tensor:  # fmt: skip
     from attractor.ops import kernels
 
@@ -156,8 +160,8 @@ def decode_few(
     blocks = shape.blocks("few_tokens")
     kernels.few_tokens[(shape.n, -(-shape.d // blocks["BD"]))](
         scores, u, a, b, U_Krd, idx_nk, w_nk, confidence_n, update_nd, scale, K=shape.K,
-        K_P=power(shape.K, 2), k=shape.k, k_P=power(shape.k, 2), GATE=gate_kind(a, b), **shape.sizes(),
-        **blocks,
+        K_P=power(shape.K, 2), k=shape.k, k_P=power(shape.k, 2), GATE=gate_kind(a, b), HAS_RADIUS=has_radius,
+        **shape.sizes(), **blocks,
     )  # fmt: skip
     return update_nd
 

@@ -20,9 +20,12 @@ from attractor.ops.rows import rows
 
 class APNOutput(NamedTuple):
     update: Tensor  # (n, d) gamma * sum_i w_i Delta_i; NaN in rows whose input is not finite
-    indices: Tensor  # (n, k) integers: the active set, best score first; -1 in rows whose input is not finite
-    weights: Tensor  # (n, k) softmax over the active set; 0 for dropped slots and rows that are not finite
-    confidence: Tensor  # (n) max_i s_i; NaN in rows whose input is not finite
+    indices: (
+        Tensor  # (n, k) integers: the active set, best score first; -1 in rows whose input is not finite,
+    )
+    # and with radii in slots whose patch the token does not enter
+    weights: Tensor  # (n, k) softmax over the active set; 0 where a slot is dropped or its index is -1
+    confidence: Tensor  # (n) max_i s_i, or max_i m_i with radii; NaN in rows whose input is not finite
 
 
 def unit(x_xm: Tensor) -> Tensor:
@@ -72,6 +75,22 @@ def best_patches(s_nK: Tensor, top_k: int) -> Tensor:
     return s_nK.argsort(dim=-1, descending=True, stable=True)[:, :top_k]
 
 
+def margins(s_nK: Tensor, radius_K: Tensor | None, temperature: float) -> Tensor:
+    """m (n, K), eq. (B1): by how much the score exceeds the edge of the basin; s itself without radii."""
+    return s_nK if radius_K is None else s_nK - routing_precision(radius_K) / temperature
+
+
+def basin_weights(m_nk: Tensor) -> Tensor:
+    """(B2) softmax over the patches entered and nobody: (e^m_i - 1) / (1 + sum_j (e^m_j - 1)), 0 if m_i <= 0.
+
+    Continuous at the edge, where m = 0. Everything is divided by e^top, so that nothing overflows.
+    """
+    m_nk = m_nk.masked_fill(m_nk <= 0, 0)  # NaN stays: a broken prototype must show
+    top_n1 = m_nk.detach().amax(-1, keepdim=True)
+    e_nk = (m_nk - top_n1).exp() * -torch.expm1(-m_nk)
+    return e_nk / (e_nk.sum(-1, keepdim=True) + (-top_n1).exp())
+
+
 def gathered_decode(code_nkq: Tensor, U_Kqd: Tensor, idx_nk: Tensor) -> Tensor:
     """sum_k code[n, k] @ U[idx[n, k]] -> (n, d)"""
     return torch.einsum("nkq,nkqd->nd", code_nkq, rows(U_Kqd, idx_nk))
@@ -102,6 +121,7 @@ def apn(
     A_Krq: Tensor | None = None,  # inner factor of its patch offsets
     projection_gdm: Tensor | None = None,  # routing subspaces of contextual prototypes
     keep_nk: Tensor | None = None,  # patch dropout: which slots stay; at least one per row
+    radius_K: Tensor | None = None,  # basins: the score, times tau, that a patch must exceed; not learned
     select: Callable[[Tensor, int], Tensor] = best_patches,
     decode: Callable[[Tensor, Tensor, Tensor], Tensor] = gathered_decode,
 ) -> APNOutput:
@@ -109,12 +129,13 @@ def apn(
     z_nd = z_nd.masked_fill(~finite_n1, 0)  # a bad row must reach no other row and no gradient
 
     s_nK = scores(z_nd, P_Km, temperature=temperature, routing=routing, projection_gdm=projection_gdm)
+    s_nK = margins(s_nK, radius_K, temperature)
     idx_nk = select(s_nK.detach(), top_k)  # (2)
     s_nk = s_nK.gather(1, idx_nk)
-    confidence_n = s_nk[:, 0]
+    confidence_n = s_nk[:, 0] if radius_K is None else s_nk[:, 0].detach()
     if keep_nk is not None:
         s_nk = s_nk.masked_fill(~keep_nk, -torch.inf)  # a softmax over what is left renormalises
-    w_nk = s_nk.softmax(-1)  # (3)
+    w_nk = s_nk.softmax(-1) if radius_K is None else basin_weights(s_nk)  # (3), or (B2)
 
     u_nr = z_nd @ V_dr  # (4) u = V^T z
     u_nkr = u_nr.unsqueeze(1)
@@ -127,9 +148,10 @@ def apn(
     if U0_rd is not None:  # (8) U_i = U_0 + offset_i, and U_0 is the same for all
         update_nd = update_nd + phi_nkr.sum(1) @ U0_rd
 
+    chosen_nk = finite_n1 if radius_K is None else finite_n1 & (w_nk != 0)
     return APNOutput(
         update=(scale * update_nd).masked_fill(~finite_n1, torch.nan),
-        indices=idx_nk.masked_fill(~finite_n1, -1),
+        indices=idx_nk.masked_fill(~chosen_nk, -1),
         weights=w_nk.masked_fill(~finite_n1, 0),
         confidence=confidence_n.masked_fill(~finite_n1.squeeze(1), torch.nan),
     )
@@ -141,7 +163,7 @@ def differentiable_backward(
     """Gradients of `apn` that can be differentiated again, for backends whose own cannot."""
     # Fresh views: if one input was computed from another, only the direct derivative is ours.
     direct: list[Any] = [None if x is None else x.view_as(x) for x in inputs]
-    output = apn(*direct[:6], keep_nk=direct[6], **options)
+    output = apn(*direct[:6], keep_nk=direct[6], radius_K=direct[7], **options)
     used = [(y, grad) for y, grad in zip(output, grads, strict=True) if grad is not None]
     wanted = [x for x in direct if x is not None and x.requires_grad]
     outputs, output_grads = zip(*used, strict=True)

@@ -67,21 +67,24 @@ def token_backward(
     grad_u, grad_s, coefficient, grad_z, n, inverse_tau,
     D: tl.constexpr, R: tl.constexpr, R_P: tl.constexpr, k: tl.constexpr, k_P: tl.constexpr,
     BN: tl.constexpr, BD: tl.constexpr, COSINE: tl.constexpr, HAS_W: tl.constexpr,
-    HAS_CONFIDENCE: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_CONFIDENCE: tl.constexpr, HAS_RADIUS: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """For BN tokens: through the softmax to the scores, and from codes and scores to the tokens."""
     rows = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     slots = tl.arange(0, k_P)
     code = tl.arange(0, R_P)
-    routed = tl.load(idx + rows * k, mask=rows < n, other=-1) >= 0
     pairs = rows[:, None] * k + slots
-    is_pair = routed[:, None] & (slots < k)[None, :]
+    is_pair = tl.load(idx + pairs, mask=(rows < n)[:, None] & (slots < k)[None, :], other=-1) >= 0
+    routed = tl.max(is_pair.to(tl.int32), 1) > 0
 
     weight = tl.load(w + pairs, mask=is_pair, other=0.0)
     dw = tl.load(grad_w + pairs, mask=is_pair, other=0.0)
     if HAS_W:
         dw += tl.load(extra_w + pairs, mask=is_pair, other=0.0).to(tl.float32)
-    ds = weight * (dw - tl.sum(weight * dw, 1)[:, None])
+    slope = weight
+    if HAS_RADIUS:  # nobody's share moves too
+        slope = tl.where(is_pair, weight + (1 - tl.sum(weight, 1))[:, None], 0.0)
+    ds = slope * (dw - tl.sum(weight * dw, 1)[:, None])
     if HAS_CONFIDENCE:
         extra = tl.load(extra_confidence + rows, mask=routed, other=0.0).to(tl.float32)
         ds += tl.where((slots == 0)[None, :], extra[:, None], 0.0)
@@ -92,8 +95,9 @@ def token_backward(
     radial = tl.sum(ds * tl.load(s + pairs, mask=is_pair, other=0.0), 1) * length
 
     du = tl.zeros((BN, R_P), tl.float32)
-    here = routed[:, None] & (code < R)[None, :]
     for slot in tl.static_range(k):
+        used = tl.load(idx + rows * k + slot, mask=rows < n, other=-1) >= 0
+        here = used[:, None] & (code < R)[None, :]
         part = tl.load(grad_u_pairs + (rows * k + slot)[:, None] * R + code, mask=here, other=0.0)
         du += part.to(tl.float32)
     is_row = (rows < n)[:, None]
@@ -109,6 +113,7 @@ def token_backward(
         inside = routed[:, None] & (cols < D)[None, :]
         for slot in tl.static_range(k):
             patch = tl.load(idx + rows * k + slot, mask=routed, other=0).to(tl.int64)
+            patch = tl.maximum(patch, 0)  # an empty slot has ds = 0
             amount = tl.sum(tl.where((slots == slot)[None, :], ds, 0.0), 1) * factor
             amount *= tl.load(inverse_p + patch, mask=routed, other=0.0)
             P_rows = tl.load(P + patch[:, None] * D + cols, mask=inside, other=0.0)
@@ -240,6 +245,8 @@ def encoder_backward(
     for first in range(tl.program_id(0) * BN, n, tl.num_programs(0) * BN):
         rows = (first + tl.arange(0, BN)).to(tl.int64)
         routed = tl.load(idx + rows * k, mask=rows < n, other=-1) >= 0
+        for slot in tl.static_range(1, k):  # with radii and dropped slots the first may be empty
+            routed |= tl.load(idx + rows * k + slot, mask=rows < n, other=-1) >= 0
         z_tile = tl.load(  # transposed by its pointers
             z + rows[None, :] * D + cols[:, None], mask=routed[None, :] & (cols < D)[:, None], other=0.0
         )

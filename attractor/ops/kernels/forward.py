@@ -91,11 +91,23 @@ def softmax(x):
 
 
 @triton.jit
+def basin_weights(m):
+    """Eq. (B2): the softmax over patches that are entered and nobody; every m <= 0 gives an exact zero."""
+    m = tl.where(m <= 0, 0.0, m)
+    top = tl.max(m, 1)[:, None]
+    # 1 - e^-m loses its digits at the edge of a basin: there it is its series
+    inside = tl.where(m < 0.01, m * (1 - m * (0.5 - m * (0.16666667 - m * 0.041666667))), 1 - tl.exp(-m))
+    e = tl.exp(m - top) * inside
+    return e / (tl.sum(e, 1)[:, None] + tl.exp(-top))
+
+
+@triton.jit
 def route(
-    z, P, V, keep, idx, w, s, u, inverse_z, inverse_p, confidence, histogram, n, inverse_tau,
+    z, P, V, keep, radius, idx, w, s, u, inverse_z, inverse_p, confidence, histogram, n, inverse_tau,
     D: tl.constexpr, K: tl.constexpr, R: tl.constexpr, k: tl.constexpr, k_P: tl.constexpr, R_P: tl.constexpr,
     BN: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, COSINE: tl.constexpr, SPLIT: tl.constexpr,
-    HAS_KEEP: tl.constexpr, COUNT: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_KEEP: tl.constexpr, HAS_RADIUS: tl.constexpr, COUNT: tl.constexpr, DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Eqs. (1) to (4) for BN tokens: code u, scores against BK patches at a time, running top k, softmax."""
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -149,6 +161,9 @@ def route(
         if tl.program_id(0) == 0:
             tl.store(inverse_p + patches, length_p, mask=patches < K)
         acc = tl.where(finite[:, None], acc * length_p[None, :] * factor[:, None], 0.0)
+        if HAS_RADIUS:
+            edge = tl.load(radius + patches, mask=patches < K, other=0.0).to(tl.float32) * inverse_tau
+            acc -= edge[None, :]
         acc = tl.where(acc == acc, acc, float("inf"))  # a broken prototype is chosen, and its NaN shows
         acc = tl.where(acc > LEAST, acc, LEAST)  # every patch beats an empty slot
         acc = tl.where((patches < K)[None, :], acc, float("-inf"))
@@ -161,14 +176,20 @@ def route(
     kept = ordered
     if HAS_KEEP:
         kept = tl.where(tl.load(keep + pairs, mask=is_pair, other=1) != 0, ordered, float("-inf"))
-    weight = softmax(kept)
+    chosen = is_pair & finite[:, None]
+    if HAS_RADIUS:
+        weight = basin_weights(kept)
+        chosen &= weight != 0  # a pair outside is in no plan: nothing is decoded for it
+        ordered += tl.load(radius + ordered_patch, mask=chosen, other=0.0).to(tl.float32) * inverse_tau
+    else:
+        weight = softmax(kept)
     tl.store(w + pairs, tl.where(finite[:, None], weight, 0.0), mask=is_pair)
     tl.store(s + pairs, ordered, mask=is_pair)
-    tl.store(idx + pairs, tl.where(finite[:, None], ordered_patch, -1), mask=is_pair)
+    tl.store(idx + pairs, tl.where(chosen, ordered_patch, -1), mask=is_pair)
     if COUNT:
         chunk = pairs // CHUNK
         # whole numbers: their sum does not depend on the order of the atomics
-        tl.atomic_add(histogram + chunk * K + ordered_patch, 1, mask=is_pair & finite[:, None], sem="relaxed")
+        tl.atomic_add(histogram + chunk * K + ordered_patch, 1, mask=chosen, sem="relaxed")
 
 
 @triton.jit
@@ -294,15 +315,28 @@ def decode(
 
 
 @triton.jit
-def combine(y, idx, update, n, scale, D: tl.constexpr, k: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr):
-    """update = scale * sum over the slots of y; NaN in rows that were not routed."""
+def combine(
+    y, idx, confidence, update, n, scale, D: tl.constexpr, k: tl.constexpr, BN: tl.constexpr,
+    BD: tl.constexpr, HAS_RADIUS: tl.constexpr,
+):  # fmt: skip
+    """update = scale * sum over the slots of y; NaN in rows that were not routed.
+
+    With radii a slot can be empty in a row that was routed: its index is -1, and nobody wrote its y.
+    """
     rows = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     cols = tl.program_id(1) * BD + tl.arange(0, BD)
     here = (rows < n)[:, None] & (cols < D)[None, :]
-    routed = tl.load(idx + rows * k, mask=rows < n, other=0) >= 0
+    if HAS_RADIUS:
+        sure = tl.load(confidence + rows, mask=rows < n, other=0.0)
+        routed = sure == sure
+    else:
+        routed = tl.load(idx + rows * k, mask=rows < n, other=0) >= 0
     acc = tl.zeros((BN, BD), tl.float32)
     for slot in tl.static_range(k):
-        acc += tl.load(y + (rows * k + slot)[:, None] * D + cols, mask=here & routed[:, None], other=0.0).to(
+        used = routed
+        if HAS_RADIUS:
+            used &= tl.load(idx + rows * k + slot, mask=rows < n, other=-1) >= 0
+        acc += tl.load(y + (rows * k + slot)[:, None] * D + cols, mask=here & used[:, None], other=0.0).to(
             tl.float32
         )
     acc = tl.where(routed[:, None], acc * scale, float("nan"))
@@ -311,8 +345,8 @@ def combine(y, idx, update, n, scale, D: tl.constexpr, k: tl.constexpr, BN: tl.c
 
 @triton.jit
 def few_scores(
-    z, P, V, scores, u, inverse_tau, D: tl.constexpr, K: tl.constexpr, R: tl.constexpr, D_P: tl.constexpr,
-    BK: tl.constexpr, COSINE: tl.constexpr,
+    z, P, V, radius, scores, u, inverse_tau, D: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+    D_P: tl.constexpr, BK: tl.constexpr, COSINE: tl.constexpr, HAS_RADIUS: tl.constexpr,
 ):  # fmt: skip
     """Scores (NaN if the token is not finite) of one token with BK patches, or BK channels of its code."""
     row = tl.program_id(0).to(tl.int64)
@@ -326,6 +360,8 @@ def few_scores(
         squared = tl.sum(z_row * z_row, 0)
         if COSINE:
             out *= inverse_length(squared)
+        if HAS_RADIUS:
+            out -= tl.load(radius + number, mask=number < K, other=0.0).to(tl.float32) * inverse_tau
         out = tl.where(out < LEAST, LEAST, out)  # every patch beats an empty slot
         out = tl.where(squared < float("inf"), out, float("nan"))
         tl.store(scores + row * K + number, out, mask=number < K)
@@ -340,7 +376,7 @@ def few_scores(
 def few_tokens(
     scores, u, a, b, U, idx, w, confidence, update, scale, D: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     R_P: tl.constexpr, K_P: tl.constexpr, k: tl.constexpr, k_P: tl.constexpr, BD: tl.constexpr,
-    GATE: tl.constexpr,
+    GATE: tl.constexpr, HAS_RADIUS: tl.constexpr,
 ):  # fmt: skip
     """BD channels of one token's update, straight from the decoders it chooses: for writing text.
 
@@ -359,10 +395,15 @@ def few_tokens(
         best_patch = tl.zeros((1, k_P), tl.int32) + (K + slots)
         best, best_patch = keep_best(tl.where(finite, score, 0.0), best, best_patch, 0, k, k_P, K_P)
         ordered, ordered_patch = best_first(best, best_patch, k, k_P)
-        weight = softmax(ordered)
+        chosen = (slots < k)[None, :] & finite
+        if HAS_RADIUS:
+            weight = basin_weights(ordered)
+            chosen &= weight != 0
+        else:
+            weight = softmax(ordered)
         if tl.program_id(1) == 0:
             pairs = row * k + slots[None, :]
-            tl.store(idx + pairs, tl.where(finite, ordered_patch, -1), mask=(slots < k)[None, :])
+            tl.store(idx + pairs, tl.where(chosen, ordered_patch, -1), mask=(slots < k)[None, :])
             tl.store(w + pairs, tl.where(finite, weight, 0.0), mask=(slots < k)[None, :])
             tl.store(confidence + row, tl.where(finite, tl.max(ordered), float("nan")))
         u_row = tl.load(u + row * R + code, mask=code < R, other=0.0)
