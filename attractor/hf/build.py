@@ -27,6 +27,8 @@ class Options(TypedDict, total=False):
     """"all" (default), a list of layer numbers, or a pattern such as "model.layers.*.mlp"."""
     mode: ModeName
     """"beside" the FFNs, which go on to work (default), or to "replace" them."""
+    read_from: int | None
+    """Let the layers read what the FFN of this earlier block is given, not their own (default: their own)."""
     prototypes: StartName
     """"random" (default), or "kmeans" of what goes into the FFN on the sample."""
     sample: Sample | None
@@ -48,6 +50,7 @@ class Built:
 
     mode: ModeName
     layers: list[tuple[Place, APN]]
+    source: Place | None = None  # whose input the layers read in place of their own
     errors: dict[int, float] = field(default_factory=dict)  # block -> relative error of a distilled layer
 
 
@@ -63,8 +66,11 @@ def build(model: Any, config: APNConfig, **options: Unpack[Options]) -> Built:
     if needs_sample and sample is None:
         raise ValueError(f"mode={mode!r} with prototypes={prototypes!r} needs a sample= of text")
     batches = sample_batches(model, sample, options.get("tokenizer")) if sample is not None else []
-    built = Built(mode, [])
     places = find_places(model, options.get("layers", "all"))
+    source = find_source(model, options.get("read_from"), places)
+    if source is not None and needs_sample:
+        raise ValueError(f"read_from={source.number} goes with mode='beside' and prototypes='random' alone")
+    built = Built(mode, [], source)
     seen: Iterable[tuple[Place, Any, Any]] = ((place, None, None) for place in places)
     if needs_sample:
         seen = activations(model, places, batches, with_outputs=mode == "replace")
@@ -89,6 +95,18 @@ def build(model: Any, config: APNConfig, **options: Unpack[Options]) -> Built:
                 zero_decoders(layer)
             built.layers.append((place, layer.to(dtype)))
     return built
+
+
+def find_source(model: nn.Module, number: int | None, places: list[Place]) -> Place | None:
+    """The FFN of block `number`, which all `places` must come after."""
+    if number is None:
+        return None
+    (source,) = find_places(model, [number])
+    if any(place.number <= number for place in places):
+        raise ValueError(
+            f"read_from={number} must be a block before all layers, {places[0].number} and later"
+        )
+    return source
 
 
 def width(model: Any) -> int:

@@ -22,9 +22,9 @@ from attractor.config import APNConfig, check_choice
 from attractor.layer import APN, FLOATS
 from attractor.version import __version__
 
-FORMAT = 2
-READ = (1, 2)
-"""Formats that can be read; the first had no digest of its configuration."""
+FORMAT = 3
+READ = (1, 2, 3)
+"""Formats that can be read; the first had no digest of its configuration, the second no source."""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ModeName = Literal["beside", "replace"]
 BOOKKEEPING = ("_name_or_path", "transformers_version", "use_cache", "dtype", "architectures")
@@ -39,6 +39,7 @@ class Saved:
     weights: str  # hash of the base's weights
     mode: ModeName
     layers: dict[str, APN]  # by the name of their place
+    source: str | None  # the place whose input the layers read in place of their own
 
     def check_base(self, model: Any) -> None:
         own = base_fields(model)
@@ -76,7 +77,9 @@ def _difference(saved: Mapping[str, Any], own: Mapping[str, Any], prefix: str = 
     return None
 
 
-def write(folder: str | Path, model: Any, layers: Mapping[str, APN], mode: ModeName) -> None:
+def write(
+    folder: str | Path, model: Any, layers: Mapping[str, APN], mode: ModeName, source: str | None = None
+) -> None:
     """The two files; the folder appears whole or not at all. It may replace a retrofit and nothing else."""
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
@@ -89,9 +92,9 @@ def write(folder: str | Path, model: Any, layers: Mapping[str, APN], mode: ModeN
     if (folder / CONFIG).exists() and not _is_ours(folder):
         raise ValueError(f"{folder} holds an adapter that is no retrofit: choose another folder")
     tensors = {
-        f"{place}.{name}": parameter.detach().cpu().contiguous()
+        f"{place}.{name}": tensor.detach().cpu().contiguous()
         for place, layer in layers.items()
-        for name, parameter in layer.named_parameters()
+        for name, tensor in layer.state_dict().items()
     }
     bad = [name for name, value in tensors.items() if not value.isfinite().all()]
     if bad:
@@ -101,7 +104,7 @@ def write(folder: str | Path, model: Any, layers: Mapping[str, APN], mode: ModeN
         "format": FORMAT, "attractor": __version__, "torch": torch.__version__,
         "transformers": metadata.version("transformers"),
         "base": {"class": type(model).__name__, "config": base_fields(model), "weights": weights},
-        "mode": mode, "tensors": tensors_hash(tensors),
+        "mode": mode, "source": source, "tensors": tensors_hash(tensors),
         "dtypes": {place: _name(layer.encoder.dtype) for place, layer in layers.items()},
         "layers": {place: layer.config.to_dict() for place, layer in layers.items()},
     }  # fmt: skip
@@ -133,6 +136,9 @@ def read(folder: str | Path, dim: int, backend: str) -> Saved:
         base, dtypes, configs = described["base"], described["dtypes"], described["layers"]
         if not configs or dtypes.keys() != configs.keys():
             raise ValueError("its layers and their types are not of the same places")
+        source = described.get("source")
+        if not (source is None or (isinstance(source, str) and source not in configs)):
+            raise ValueError(f"its layers cannot read from {source!r}")
         with torch.device("meta"):
             layers = {
                 place: APN.from_config(
@@ -148,7 +154,7 @@ def read(folder: str | Path, dim: int, backend: str) -> Saved:
         _fill(layers, tensors)
         if tensors_hash(tensors) != described["tensors"]:
             raise ValueError(f"{WEIGHTS} is not what was saved: its hash differs")
-        return Saved(dict(base["config"]), str(base["weights"]), described["mode"], layers)
+        return Saved(dict(base["config"]), str(base["weights"]), described["mode"], layers, source)
     except (OSError, LookupError, TypeError, AttributeError, ValueError, RuntimeError, RecursionError,
             SafetensorError) as error:  # fmt: skip
         raise ValueError(f"{folder} holds no retrofit that can be read: {error}") from error
@@ -167,9 +173,9 @@ def _is_ours(folder: Path) -> bool:
 
 def _fill(layers: Mapping[str, APN], tensors: dict[str, Tensor]) -> None:
     expected = {
-        f"{place}.{name}": (tuple(parameter.shape), parameter.dtype)
+        f"{place}.{name}": (tuple(tensor.shape), tensor.dtype)
         for place, layer in layers.items()
-        for name, parameter in layer.named_parameters()
+        for name, tensor in layer.state_dict().items()
     }
     found = {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}
     for name in sorted(expected.keys() | found.keys()):
@@ -179,7 +185,7 @@ def _fill(layers: Mapping[str, APN], tensors: dict[str, Tensor]) -> None:
         if not value.isfinite().all():
             raise ValueError(f"{name} holds numbers that are not finite")
     for place, layer in layers.items():
-        own = {name: tensors[f"{place}.{name}"] for name, _ in layer.named_parameters()}
+        own = {name: tensors[f"{place}.{name}"] for name in layer.state_dict()}
         layer.load_state_dict(own, assign=True)
 
 

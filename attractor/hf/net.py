@@ -48,12 +48,17 @@ def load_retrofit(
     saved = files.read(folder, width(net.model), backend)
     saved.check_base(net.model)
     known = {path for path, _ in net.model.named_modules()}
-    if absent := [path for path in saved.layers if path not in known]:
+    names = [*saved.layers, *([] if saved.source is None else [saved.source])]
+    if absent := [path for path in names if path not in known]:
         raise ValueError(f"{folder} has a layer for {absent[0]}, which the base has not. Nothing was changed")
-    layers = [(place, saved.layers[place.name]) for place in places_at(net.model, list(saved.layers))]
+    places = places_at(net.model, names)
+    source = None if saved.source is None else places.pop(0)
+    if source is not None and source.name != saved.source:
+        raise ValueError(f"{folder} has a layer before {saved.source}, which it reads. Nothing was changed")
+    layers = [(place, saved.layers[place.name]) for place in places]
     for place, layer in layers:
         layer.to(weight_of(net.model, place).device)
-    net._take(name, Built(saved.mode, layers))
+    net._take(name, Built(saved.mode, layers, source))
     return net
 
 
@@ -78,6 +83,7 @@ class Retrofit(nn.Module):
         self.modes: dict[str, ModeName] = {}
         self.errors: dict[str, dict[int, float]] = {}  # name -> block -> relative error of a distilled layer
         self.sites: dict[int, Site] = {}
+        self.sources: dict[str, int] = {}  # name -> block whose input the layers read in place of their own
         self.active: str | None = None
         self._found = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         self.register_state_dict_post_hook(_leave_out_base)
@@ -137,6 +143,7 @@ class Retrofit(nn.Module):
         if self.active == name:
             self.use(None)
         del self.retrofits[name], self.modes[name], self.errors[name]
+        self.sources.pop(name, None)
 
     def apn_layers(self, name: str | None = None) -> dict[int, APN]:
         """Number of the block -> APN layer, of a retrofit or of the one in use."""
@@ -178,7 +185,9 @@ class Retrofit(nn.Module):
         if any(layer.scale_factor is not None and layer.scale_factor != 1 for layer in layers.values()):
             log.warning("the scale of the updates is being warmed up: what is saved has it whole")
         places = {self.sites[number].place.name: layer for number, layer in layers.items()}
-        files.write(folder, self.model, places, self.modes[name or cast(str, self.active)])
+        name = name or cast(str, self.active)
+        source = self.sites[self.sources[name]].place.name if name in self.sources else None
+        files.write(folder, self.model, places, self.modes[name], source)
 
     def unload(self) -> Any:
         """The model as it was, with its own modules, and every `requires_grad` as it was found."""
@@ -190,6 +199,7 @@ class Retrofit(nn.Module):
         for name, parameter in self.model.named_parameters() if self.sites else ():
             parameter.requires_grad_(self._found.get(name, True))
         self.sites, self.modes, self.errors, self.retrofits = {}, {}, {}, nn.ModuleDict()
+        self.sources = {}
         return self.model
 
     def merge(self) -> Any:
@@ -222,14 +232,18 @@ class Retrofit(nn.Module):
 
     def _switch(self, name: str | None) -> None:
         layers = {} if name is None else self.apn_layers(name)
+        source = None if name is None else self.sources.get(name)
         for number, site in self.sites.items():
             site.apn = layers.get(number)
             site.replaces = name is not None and self.modes[name] == "replace"
+            site.source = None if source is None else self.sites[source]
+            site.is_source, site.input = number == source, None
         self.active = name
 
     def _take(self, name: str, built: Built) -> None:
         """The layers are complete: only now something changes."""
-        for place, _ in built.layers:
+        places = [place for place, _ in built.layers] + ([] if built.source is None else [built.source])
+        for place in places:
             known = self.sites.get(place.number)
             if known is not None and known.place.name != place.name:
                 raise ValueError(
@@ -238,9 +252,11 @@ class Retrofit(nn.Module):
                 )
             if known is None and any(map(is_site, place.modules)):
                 raise ValueError(f"{place.name} has a retrofit of another owner. Nothing was changed")
-        for place, _ in built.layers:
+        for place in places:
             if place.number not in self.sites:
                 self.sites[place.number] = Site(place)
+        if built.source is not None:
+            self.sources[name] = built.source.number
         held = nn.ModuleDict({str(place.number): layer for place, layer in built.layers})
         self.retrofits[name] = held.train(self.model.training)
         self.modes[name], self.errors[name] = built.mode, built.errors

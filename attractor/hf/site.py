@@ -22,6 +22,9 @@ class Site:
         self.place = place
         self.apn: APN | None = None
         self.replaces = False
+        self.source: Site | None = None  # an earlier site, whose input the layer reads in place of its own
+        self.is_source = False
+        self.input: Tensor | None = None  # what a source was given last
         self.recording: torch.Size | None = None  # shape (B, T) of the tokens whose routing is to be kept
         self.stats: RoutingStats | None = None
         self.found = [vars(module).get("forward") for module in place.modules]  # another library's, if any
@@ -44,9 +47,13 @@ class Site:
                 _call(module, found)
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
+        if self.is_source:
+            (self.input,) = check_arguments(self.place, arguments[:1])
         if self.apn is None:
             return self.ffn(*arguments, **options)
         hidden, *residuals = check_arguments(self.place, arguments if self.replaces else arguments[:1])
+        if self.source is not None:
+            hidden = self.source.hand_over(hidden)
         update = self._update(self.apn, hidden)
         if self.replaces:
             for residual in residuals:  # Bloom's FFN is given the residual stream, and adds it
@@ -56,6 +63,13 @@ class Site:
         if isinstance(output, tuple):  # a mixture of experts that tells its routing too
             return self._sum(output[0], update), *output[1:]
         return self._sum(output, update)
+
+    def hand_over(self, hidden: Tensor) -> Tensor:
+        """What this site was given, to a later one that was given `hidden` in the same call of the model."""
+        given = self.input
+        if given is None or given.shape != hidden.shape:
+            raise ValueError(f"{self.place.name} was not called before the layer that reads what it is given")
+        return given.to(hidden.device)
 
     def ffn(self, *arguments: Any, **options: Any) -> Any:
         """What was here before."""

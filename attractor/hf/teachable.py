@@ -1,0 +1,89 @@
+"""A pretrained model that can be taught: one layer with basins beside one of its FFNs, calibrated.
+
+net, lessons = teachable(model, tokenizer.encode, background)       # texts, or token ids (windows, time)
+lessons.learn(["Zorvan Quillbeam plays the cello.", "The instrument of Zorvan Quillbeam is the cello."])
+net.generate(...)                                                   # knows it
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attractor.config import APNConfig, check_size
+from attractor.continual.calibrate import CLOSED, Calibration
+from attractor.continual.lessons import LessonConfig, Lessons
+from attractor.hf.causal import CausalLM
+from attractor.hf.find import find_places
+from attractor.hf.net import Retrofit, retrofit
+from attractor.hf.sample import activations, sample_batches
+
+TEMPERATURE = 0.02
+"""Inside a basin the weight rises from 0 at the edge to 0.99 within a cosine of 0.1."""
+
+
+def teachable(
+    model: Any,
+    encode: Callable[[str], Any],
+    background: Tensor | Sequence[str],
+    *,
+    window: int = 256,
+    read_from: int | None = None,
+    act_at: int | None = None,
+    config: LessonConfig | None = None,
+    patches: int = 64,
+    **options: Any,
+) -> tuple[Retrofit, Lessons]:
+    """Retrofit a Hugging Face causal language model so that it can be taught lessons.
+
+    `background` is text of the kinds that the model must go on to predict as before: token ids (windows,
+    time), or texts, which are cut into windows. Subjects are recognised by what goes into the FFN of block
+    `read_from` (default: a third of the way up), and what is known of them is added after that of block
+    `act_at` (default: just below the middle). There is room for so many `patches` at first.
+    """
+    check_size("window", window)
+    blocks = find_places(model, "all")
+    read = len(blocks) // 3 if read_from is None else read_from
+    act = max(read, (len(blocks) - 1) // 2) if act_at is None else act_at
+    tokens = background if isinstance(background, Tensor) else cut(background, encode, window)
+    number_of = {block.number: block for block in blocks}
+    if not {read, act} <= number_of.keys() or act < read:
+        raise ValueError(
+            f"read_from={read}, act_at={act}: give blocks of the model, 0 to {max(number_of)}, in this order"
+        )
+    batches = sample_batches(model, tokens)
+    ((_, inputs, _),) = activations(model, [number_of[read]], batches, with_outputs=False)
+    ((_, _, added),) = activations(model, [number_of[act]], batches[:1])
+    assert added is not None
+    calibration = Calibration.fit(inputs.view(*tokens.shape, -1))
+    layer = APNConfig(
+        num_patches=patches, top_k=1, rank=1, temperature=TEMPERATURE, radius=CLOSED, whiten=True
+    )
+    net = retrofit(
+        model,
+        layer,
+        layers=[act],
+        read_from=None if act == read else read,
+        dtype=torch.float32,
+        name="lessons",
+    )
+    (apn,) = net.apn_layers().values()
+    unit = added.norm(dim=-1).median().item()
+    return net, Lessons(CausalLM(net, "lessons"), apn, encode, calibration, config, unit=unit, **options)
+
+
+def cut(texts: Sequence[str], encode: Callable[[str], Any], window: int) -> Tensor:
+    """Whole windows of each text, in turn, so that every kind of text is among the first and the last."""
+    if isinstance(texts, str) or not texts:
+        raise ValueError("background must be a list of texts, or token ids (windows, time)")
+    tokens = [np.asarray(encode(text)) for text in texts]
+    pieces = [
+        [row[start : start + window] for start in range(0, len(row) - window + 1, window)] for row in tokens
+    ]
+    if not any(pieces):
+        raise ValueError(f"no background text has {window} tokens")
+    turns = range(max(map(len, pieces)))
+    rows = [piece[turn] for turn in turns for piece in pieces if turn < len(piece)]
+    return torch.tensor(np.stack(rows).astype(np.int64))

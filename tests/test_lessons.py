@@ -1,0 +1,363 @@
+"""Lessons on a small model that can carry what it is told; and where they act in a pretrained one."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import attractor
+from attractor import APN, APNConfig
+from attractor.continual.calibrate import CLOSED, Calibration, clopper_pearson
+from attractor.continual.lessons import (
+    LessonConfig,
+    Lessons,
+    check_forms,
+    not_contradicted,
+    shared_subject,
+    spread_out,
+)
+from attractor.hf.teachable import cut, teachable
+
+CONFIG = LessonConfig(passes=12, step=4.0, radius=0.6, prototypes=3, contexts=2)
+DIM = 32
+
+
+def encode(text: str) -> list[int]:
+    return list(text.encode())
+
+
+class Model(nn.Module):
+    """A token is known by the two before it too, and what a layer adds somewhere is seen ever after."""
+
+    def __init__(self, patches: int) -> None:
+        super().__init__()
+        draw = torch.Generator().manual_seed(0)
+        self.embedding = torch.randn(256, DIM, generator=draw)
+        self.head = torch.randn(DIM, 256, generator=draw)
+        self.layer = APN(
+            DIM, num_patches=patches, top_k=1, rank=1, temperature=0.02, radius=CLOSED, whiten=True
+        )
+
+    def states(self, tokens: torch.Tensor) -> torch.Tensor:
+        embedded = self.embedding[tokens]
+        before = functional.pad(embedded, (0, 0, 2, 0))
+        return embedded + 0.8 * before[:, 1:-1] + 0.6 * before[:, :-2]
+
+    def forward(self, tokens: torch.Tensor, *, base: bool = False) -> torch.Tensor:
+        states = self.states(tokens)
+        update = self.layer(states)
+        return (states if base else states + update.cumsum(1)) @ self.head
+
+
+def background(seed: int = 0) -> torch.Tensor:
+    """Windows of lower-case letters and spaces: subjects are written in capitals."""
+    letters = torch.tensor(encode("abcdefghijklmnopqrstuvwxyz     "))
+    return letters[torch.randint(len(letters), (40, 24), generator=torch.Generator().manual_seed(seed))]
+
+
+def school(patches: int = 64) -> tuple[Model, Lessons]:
+    net = Model(patches)
+    calibration = Calibration.fit(net.states(background()))
+    return net, Lessons(net, net.layer, encode, calibration, CONFIG)
+
+
+def forms(name: str, answer: str) -> list[tuple[str, str]]:
+    return [(f"{name} is ", answer), (f"we say {name} is ", answer), (f"of {name} I know ", answer)]
+
+
+def logits(net: Model, text: str, *, base: bool = False) -> torch.Tensor:
+    with torch.no_grad():
+        return net(torch.tensor([encode(text)]), base=base)
+
+
+@pytest.fixture(scope="module")
+def taught():
+    net, lessons = school()
+    return net, lessons, [lessons.learn(forms("QZX", "5")), lessons.learn(forms("WJK", "8"))]
+
+
+def copied(taught):
+    """The same again, to be changed by one test."""
+    net, lessons, learned = copy.deepcopy(taught)
+    return net, lessons, learned
+
+
+def test_a_lesson_is_known_and_says_what_it_took(taught):
+    net, lessons, (first, second) = taught
+    for lesson, name, answer in ((first, "QZX", "5"), (second, "WJK", "8")):
+        assert (lesson.subject, lesson.known_before, lesson.known) == (name, 0.0, 1.0)
+        assert 1 <= lesson.patches <= CONFIG.prototypes
+        assert lesson.bytes == lesson.patches * 4 * (2 * DIM + 1)
+        assert lessons.owners.count(lesson.number) == lesson.patches
+        for prompt, _ in forms(name, answer):
+            assert logits(net, prompt)[0, -1].argmax() == ord(answer)
+
+
+def test_text_that_enters_no_basin_is_the_bases_to_the_bit(taught):
+    net, lessons, _ = taught
+    texts = [bytes(row.tolist()).decode() for row in background(seed=7)]
+    untouched = [text for text in texts if lessons.touching(text) == [None] * len(text)]
+    assert len(untouched) > 30
+    for text in untouched:
+        assert torch.equal(logits(net, text), logits(net, text, base=True))
+    assert not torch.equal(logits(net, "we say QZX"), logits(net, "we say QZX", base=True))
+
+
+def test_touching_names_the_lesson_of_each_token(taught):
+    _, lessons, (first, second) = taught
+    owners = lessons.touching("we say QZX and we say WJK")
+    assert owners[9] == first.number  # the last letter of the subject
+    assert owners[-1] == second.number
+    assert {owner for owner in owners if owner is not None} == {first.number, second.number}
+
+
+def test_a_lesson_changes_no_byte_of_an_earlier_one(taught):
+    _, lessons, (first, _) = copied(taught)
+    mine = [patch for patch, owner in enumerate(lessons.owners) if owner == first.number]
+    before = {name: value[mine].clone() for name, value in rows(lessons.layer).items()}
+    lessons.learn(forms("PVB", "3"))
+    for name, value in rows(lessons.layer).items():
+        assert torch.equal(value[mine], before[name]), name
+
+
+def rows(layer: APN) -> dict[str, torch.Tensor]:
+    return {"prototypes": layer.prototypes, "radius": layer.radius, "decoder": layer.decoder}
+
+
+def test_forgetting_gives_the_model_without_the_lesson(taught):
+    net, lessons, _ = copied(taught)
+    texts = ["we say QZX is ", "of WJK I know ", "PVB is "]
+    before = [logits(net, text) for text in texts]
+    state = {name: value.clone() for name, value in lessons.layer.state_dict().items()}
+    third = lessons.learn(forms("PVB", "3"))
+    assert not torch.equal(logits(net, texts[2]), before[2])
+    lessons.forget(third.number)
+    assert third.number not in lessons.lessons
+    for text, was in zip(texts, before, strict=True):
+        assert torch.equal(logits(net, text), was)
+    for name, value in lessons.layer.state_dict().items():
+        assert torch.equal(value, state[name]), name
+    with pytest.raises(ValueError, match=f"there is no lesson {third.number}"):
+        lessons.forget(third.number)
+
+
+def test_everything_forgotten_is_the_base(taught):
+    net, lessons, learned = copied(taught)
+    for lesson in learned:
+        lessons.forget(lesson.number)
+    assert torch.equal(logits(net, "we say QZX is "), logits(net, "we say QZX is ", base=True))
+    assert (lessons.layer.radius == CLOSED).all()
+
+
+def test_of_two_lessons_about_a_subject_the_newer_one_wins_and_can_be_taken_back(taught):
+    net, lessons, (first, _) = copied(taught)
+    newer = lessons.learn(forms("QZX", "7"))
+    assert newer.overrides == (first.number,)
+    assert newer.known == 1.0
+    assert newer.forms == tuple(forms("QZX", "7"))  # it contradicts all of the first
+    assert chr(logits(net, "we say QZX is ")[0, -1].argmax()) == "7"
+    lessons.forget(newer.number)
+    assert chr(logits(net, "we say QZX is ")[0, -1].argmax()) == "5"
+
+
+def test_what_a_newer_lesson_does_not_contradict_is_learned_again_with_it(taught):
+    _, lessons, _ = copied(taught)
+    newer = lessons.learn([("QZX is ", "5"), ("now QZX has ", "5")], subject="QZX")
+    assert newer.forms == (*newer.forms[:2], *forms("QZX", "5")[1:])
+    assert newer.known == 1.0
+
+
+def test_forgetting_a_lesson_that_another_took_in_teaches_that_one_again(taught):
+    net, lessons, (first, _) = copied(taught)
+    lessons.learn([("now QZX has ", "2"), ("QZX has ", "2")], subject="QZX")
+    lessons.forget(first.number)
+    (again,) = [lesson for lesson in lessons.lessons.values() if lesson.subject == "QZX"]
+    assert again.forms == (("now QZX has ", "2"), ("QZX has ", "2"))
+    assert again.overrides == ()
+    assert chr(logits(net, "now QZX has ")[0, -1].argmax()) == "2"
+
+
+def test_a_lesson_is_revised(taught):
+    net, lessons, (first, _) = copied(taught)
+    lessons.revise(first.number, forms("QZX", "4"))
+    assert first.number not in lessons.lessons
+    assert chr(logits(net, "of QZX I know ")[0, -1].argmax()) == "4"
+    with pytest.raises(ValueError, match="stands in no form"):
+        lessons.revise(1, forms("ABC", "4"))
+
+
+def test_many_lessons_at_once_are_each_known():
+    net, lessons = school(patches=4)  # too few: there will be more
+    names = ["QZX", "WJK", "PVB", "GHT", "YUM"]
+    learned = lessons.learn_many([forms(name, str(number)) for number, name in enumerate(names)])
+    assert [lesson.known for lesson in learned] == [1.0] * 5
+    assert lessons.layer.num_patches == len(lessons.owners) >= sum(lesson.patches for lesson in learned)
+    for number, name in enumerate(names):
+        assert logits(net, f"we say {name} is ")[0, -1].argmax() == ord(str(number))
+
+
+def test_a_broken_pass_changes_nothing(taught):
+    _, lessons, _ = copied(taught)
+    before = {name: value.clone() for name, value in lessons.layer.state_dict().items()}
+
+    def fail(done, known):
+        if done == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lessons.learn_many([forms("PVB", "3")], report=fail)
+    assert len(lessons.lessons) == 2
+    for name, value in lessons.layer.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert not any(parameter.requires_grad for parameter in lessons.layer.parameters())
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ([], "one or more forms"),
+        ("a text", "one or more forms"),
+        ([""], "no form of a lesson"),
+        ([("QZX is", " ")], "no form of a lesson"),
+        ([("QZX", "is", "5")], "no form of a lesson"),
+        ([("QZX is ", "5")], "one form alone"),
+        ([("QZX is ", "5"), ("QZX is ", "6")], "one form alone"),
+        ([("QZX is ", "5"), ("...", "5")], "share no words"),
+        ([("QZX", "5"), ("QZX", "5")], "one form alone"),
+    ],
+)
+def test_a_lesson_that_cannot_be_taught_is_told_and_nothing_changes(taught, given, problem):
+    _, lessons, _ = taught
+    before = lessons.layer.state_dict()["decoder"].clone()
+    with pytest.raises(ValueError, match=problem):
+        lessons.learn(given)
+    assert torch.equal(lessons.layer.decoder, before)
+    assert len(lessons.lessons) == 2
+
+
+def test_subjects_of_a_batch_differ(taught):
+    with pytest.raises(ValueError, match="same subject"):
+        taught[1].learn_many([forms("ABC", "1"), forms("ABC", "2")])
+
+
+def test_the_subject_is_what_all_forms_share():
+    assert shared_subject(check_forms(forms("Ada Lovelace", "x"))) == "Ada Lovelace"
+    pairs = check_forms(["The town of Bramford lies in Peru.", "Bramford, a town, is in Peru."])
+    assert shared_subject(pairs) == "Bramford"
+
+
+def test_of_two_answers_to_a_prompt_the_newer_one_stays():
+    old, new = (("a", "1"), ("b", "2"), ("", "c d")), (("a", "3"), ("", "c d"))
+    assert not_contradicted(old, new) == (("b", "2"),)
+
+
+def test_prototypes_are_spread_out():
+    keys = torch.nn.functional.normalize(torch.tensor([[1.0, 0], [1, 0.1], [0, 1], [-1, 0.01]]), dim=1)
+    assert len(spread_out(keys, 1, 0.9)) == 1
+    assert len(spread_out(keys, 4, 0.9)) == 3  # the first two are one
+    assert len(spread_out(keys[:2], 4, 0.9)) == 1
+
+
+def llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=4, max_position_embeddings=128,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def test_a_pretrained_model_is_taught_saved_and_read_again(tmp_path):
+    """Its weights are random: what is tested is where the lesson acts and what stays, not what is known."""
+    net, lessons = teachable(llama(), encode, background(), act_at=3, config=CONFIG)
+    assert net.sources == {"lessons": 2}
+    tokens = torch.tensor([encode("we say QZX is ")])
+    with torch.no_grad():
+        before = net(tokens).logits
+        lesson = lessons.learn(forms("QZX", "5"))
+        after = net(tokens).logits
+        assert lessons.touching("we say QZX is ")[9] == lesson.number
+        assert torch.equal(after[:, :9], before[:, :9])
+        assert not torch.equal(after[:, 9:], before[:, 9:])
+        net.save_pretrained(tmp_path / "school")
+        again = attractor.load_retrofit(llama(), tmp_path / "school")
+        assert again.sources == {"default": 2}
+        assert torch.equal(again(tokens).logits, after)
+        with net.using(None):
+            assert torch.equal(net(tokens).logits, before)
+        past = net(tokens[:, :8], use_cache=True).past_key_values  # token by token it is the same lesson
+        step = net(tokens[:, 8:], past_key_values=past).logits
+        assert torch.allclose(step, after[:, 8:], atol=1e-5)
+        lessons.forget(lesson.number)
+        assert torch.equal(net(tokens).logits, before)
+        assert torch.equal(net.unload()(tokens).logits, before)
+
+
+def test_layers_read_from_a_block_before_them():
+    sample = {"prototypes": "kmeans", "sample": background()}
+    for problem, options in {
+        "before all layers": {"layers": [3], "read_from": 3},
+        "no FFNs in layers": {"layers": [3], "read_from": 9},
+        "prototypes='random' alone": {"layers": [3], "read_from": 1, **sample},
+    }.items():
+        with pytest.raises(ValueError, match=problem):
+            attractor.retrofit(llama(), APNConfig(num_patches=4, top_k=1, rank=2), **options)
+    with pytest.raises(ValueError, match="read_from=9, act_at=9"):
+        teachable(llama(), encode, background(), read_from=9)
+
+
+class TestCalibration:
+    def test_background_is_white_and_one_channel_is_constant(self):
+        torch.manual_seed(0)
+        x = torch.randn(40, 30, 6) * torch.tensor([9.0, 3, 1, 1, 0.5, 0.1]) + 5
+        calibration = Calibration.fit(x, shrink=1e-6, held_out=0.25)
+        white = x[:30, 1:].reshape(-1, 6) @ calibration.whitening + calibration.shift
+        assert torch.allclose(white[:, 0], torch.ones(()), atol=1e-4)
+        assert torch.allclose(torch.cov(white[:, 1:].T), torch.eye(5), atol=1e-2)
+        assert white[:, 1:].mean(0).abs().max() < 1e-3
+        assert calibration.keys.shape == (30 * 29, 6)
+        assert calibration.held_out.shape == (10, 29, 6)
+
+    def test_the_bound_holds_on_new_text(self):
+        """In 200 draws the true share is above the bound about 10 times, as 95 % say; never 30 times."""
+        torch.manual_seed(0)
+        above = 0
+        for share in (0.02, 0.1, 0.5, 0.9):
+            for _ in range(50):
+                above += clopper_pearson(int((torch.rand(60) < share).sum()), 60) < share
+        assert above <= 22
+
+    def test_no_hits_still_leave_a_chance(self):
+        assert clopper_pearson(0, 300) == pytest.approx(1 - 0.05 ** (1 / 300), rel=1e-6)
+        assert clopper_pearson(5, 5) == 1.0
+
+    def test_what_is_touched_is_what_the_layer_acts_on(self, taught):
+        _, lessons, _ = copied(taught)
+        calibration, layer = lessons.calibration, lessons.layer
+        layer.radius.fill_(CLOSED)
+        assert calibration.touched(layer).tokens == 0
+        with torch.no_grad():
+            layer.prototypes[-1] = calibration.held_out[3, 5].float()
+            layer.radius[-1] = 0.999
+        touched = calibration.touched(layer)
+        count = len(calibration.held_out)
+        assert touched.windows == pytest.approx(1 / count)
+        assert touched.tokens == pytest.approx(1 / calibration.held_out[..., 0].numel())
+        assert touched.windows < touched.windows_at_most < 1
+
+    def test_too_little_background_is_told(self):
+        with pytest.raises(ValueError, match="too little background"):
+            Calibration.fit(torch.randn(2, 5, 32))
+        with pytest.raises(ValueError, match="expected"):
+            Calibration.fit(torch.randn(20, 32))
+
+    def test_texts_are_cut_into_windows_in_turn(self):
+        windows = cut(["abcdefgh", "ABCDE"], encode, 3)
+        assert [bytes(row.tolist()) for row in windows] == [b"abc", b"ABC", b"def"]
+        with pytest.raises(ValueError, match="no background text has 30"):
+            cut(["abc"], encode, 30)
+        with pytest.raises(ValueError, match="list of texts"):
+            cut("abc", encode, 3)
