@@ -209,12 +209,14 @@ def main() -> None:
     parser.add_argument("--lesson", type=json.loads, default={}, help="settings of LessonConfig, as JSON")
     parser.add_argument("--windows", type=int, default=128)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="teach no new chunk after so long")
     parser.add_argument("--result", type=Path, required=True)
     given = parser.parse_args()
 
     def autocast() -> Any:
         return torch.autocast("cuda", torch.bfloat16) if given.device == "cuda" else nullcontext()
 
+    begun = time.perf_counter()
     torch.manual_seed(given.seed)
     model, tokenizer = load_pretrained(given.model, device=given.device)
     encode = tokenizer.encode
@@ -272,6 +274,9 @@ def main() -> None:
     history, seconds = [], 0.0
     for chunk in range(given.chunks):
         started = time.perf_counter()
+        if started - begun > 60 * given.minutes:
+            print(f"the time is over after {chunk} chunks: they are evaluated now", flush=True)
+            break
         row: dict[str, Any] = {"chunk": chunk}
         if lessons is not None:
             curve: list[float] = []
@@ -301,7 +306,7 @@ def main() -> None:
         history.append(row)
         print(json.dumps(row), flush=True)
     everything = {
-        f"{form} {number}": [reader.recall(call, world.items(c, form, number)) for c in range(given.chunks)]
+        f"{form} {number}": [reader.recall(call, world.items(c, form, number)) for c in range(len(history))]
         for form, number in (
             ("taught", 0),
             ("taught", 2),
@@ -328,15 +333,16 @@ def main() -> None:
         for name in after
     }
     summary = {
+        "chunks": len(history),
         "first chunk": everything["taught 0"][0], "last chunk": everything["taught 0"][-1],
         **{name: sum(values) / len(values) for name, values in everything.items()},
         "known before": known_before, "rise of perplexity": rise, "identical windows": identical,
-        "facts per second": 200 * given.chunks / seconds, "seconds": seconds, "prepared in": prepared,
+        "facts per second": 200 * len(history) / seconds, "seconds": seconds, "prepared in": prepared,
     }  # fmt: skip
     if lessons is not None:
         touched = lessons.calibration.touched(lessons.layer)
         summary |= {
-            "bytes per fact": sum(row["bytes"] for row in history) / (200 * given.chunks),
+            "bytes per fact": sum(row["bytes"] for row in history) / (200 * len(history)),
             "held out": {
                 "tokens": touched.tokens,
                 "windows": touched.windows,

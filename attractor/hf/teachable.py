@@ -5,6 +5,9 @@ lessons.learn(["Zorvan Quillbeam plays the cello.", "The instrument of Zorvan Qu
 net.generate(...)                                                   # knows it
 """
 
+import argparse
+import inspect
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,9 +30,10 @@ TEMPERATURE = 0.02
 def teachable(
     model: Any,
     encode: Callable[[str], Any],
-    background: Tensor | Sequence[str],
+    background: Tensor | Sequence[str] | None = None,
     *,
     window: int = 256,
+    windows: int = 48,
     read_from: int | None = None,
     act_at: int | None = None,
     config: LessonConfig | None = None,
@@ -39,15 +43,21 @@ def teachable(
     """Retrofit a Hugging Face causal language model so that it can be taught lessons.
 
     `background` is text of the kinds that the model must go on to predict as before: token ids (windows,
-    time), or texts, which are cut into windows. Subjects are recognised by what goes into the FFN of block
-    `read_from` (default: a third of the way up), and what is known of them is added after that of block
-    `act_at` (default: just below the middle). There is room for so many `patches` at first.
+    time), or texts, which are cut into windows, of which `windows` are read. By default it is text and
+    programs that come with Python. The more is read, the better the bound on what lessons touch.
+
+    Subjects are recognised by what goes into the FFN of block `read_from` (default: a third of the way up),
+    and what is known of them is added after that of block `act_at` (default: just below the middle). There is
+    room for so many `patches` at first.
     """
     check_size("window", window)
+    check_size("windows", windows)
     blocks = find_places(model, "all")
     read = len(blocks) // 3 if read_from is None else read_from
     act = max(read, (len(blocks) - 1) // 2) if act_at is None else act_at
-    tokens = background if isinstance(background, Tensor) else cut(background, encode, window)
+    if background is None:
+        background = default_background()
+    tokens = background if isinstance(background, Tensor) else cut(background, encode, window)[:windows]
     number_of = {block.number: block for block in blocks}
     if not {read, act} <= number_of.keys() or act < read:
         raise ValueError(
@@ -72,6 +82,16 @@ def teachable(
     (apn,) = net.apn_layers().values()
     unit = added.norm(dim=-1).median().item()
     return net, Lessons(CausalLM(net, "lessons"), apn, encode, calibration, config, unit=unit, **options)
+
+
+def default_background() -> list[str]:
+    """Text that every Python has: its manual, in English, and some of its programs."""
+    from pydoc_data import topics
+
+    manual = list(topics.topics.values())
+    half = len(manual) // 2
+    programs = [inspect.getsource(module) for module in (argparse, textwrap)]
+    return ["\n".join(manual[:half]), *programs, "\n".join(manual[half:])]
 
 
 def cut(texts: Sequence[str], encode: Callable[[str], Any], window: int) -> Tensor:
