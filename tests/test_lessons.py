@@ -1,6 +1,8 @@
 """Lessons on a small model that can carry what it is told; and where they act in a pretrained one."""
 
 import copy
+import json
+import shutil
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from attractor.continual.lessons import (
     shared_subject,
     spread_out,
 )
-from attractor.hf.teachable import cut, teachable
+from attractor.hf.teachable import cut, load_lessons, save_lessons, teachable
 
 CONFIG = LessonConfig(passes=12, step=4.0, radius=0.6, prototypes=3, contexts=2)
 DIM = 32
@@ -294,6 +296,86 @@ def test_a_pretrained_model_is_taught_saved_and_read_again(tmp_path):
         lessons.forget(lesson.number)
         assert torch.equal(net(tokens).logits, before)
         assert torch.equal(net.unload()(tokens).logits, before)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved") / "school"
+    net, lessons = teachable(llama(), encode, background(), act_at=3, config=CONFIG, patches=2)
+    lessons.learn_many([forms("QZX", "5"), forms("WJK", "8")])
+    lessons.forget(0)
+    save_lessons(net, lessons, folder)
+    return net, lessons, folder
+
+
+def test_lessons_are_saved_and_go_on_where_they_were(saved):
+    net, lessons, folder = saved
+    again, restored = load_lessons(llama(), encode, folder)
+    tokens = torch.tensor([encode("we say WJK is ")])
+    with torch.no_grad():
+        assert torch.equal(again(tokens).logits, net(tokens).logits)
+    assert restored.describe() == lessons.describe()
+    for mine, theirs in zip(
+        vars(lessons.calibration).values(), vars(restored.calibration).values(), strict=True
+    ):
+        assert torch.equal(mine, theirs)
+    assert restored.learn(forms("PVB", "3")).number == 2
+    restored.forget(1)
+    assert set(restored.lessons) == {2}
+
+
+def damaged(change):
+    def damage(folder):
+        described = json.loads((folder / "lessons.json").read_text())
+        change(described)
+        (folder / "lessons.json").write_text(json.dumps(described))
+
+    return damage
+
+
+DAMAGE = {
+    "another format": damaged(lambda d: d.update(format=2)),
+    "no owners": damaged(lambda d: d.pop("owners")),
+    "too few owners": damaged(lambda d: d["owners"].pop()),
+    "an owner that is no lesson": damaged(lambda d: d["owners"].__setitem__(0, 7)),
+    "patches that nobody owns": damaged(lambda d: d.update(owners=[-1] * len(d["owners"]))),
+    "a lesson twice": damaged(lambda d: d["lessons"].append(d["lessons"][0])),
+    "a number still to come": damaged(lambda d: d.update(next=1)),
+    "an unknown field": damaged(lambda d: d["lessons"][0].update(more=1)),
+    "no config": damaged(lambda d: d.update(config={"passes": 0})),
+    "no unit": damaged(lambda d: d.update(unit=-1)),
+    "no JSON": lambda folder: (folder / "lessons.json").write_text("{"),
+    "no calibration": lambda folder: (folder / "calibration.safetensors").unlink(),
+    "half a calibration": lambda folder: halve(folder / "calibration.safetensors"),
+    "half a layer": lambda folder: halve(folder / "layer" / "adapter_model.safetensors"),
+}
+
+
+def halve(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_folder_is_refused_and_the_model_is_as_it_was(saved, damage, tmp_path):
+    shutil.copytree(saved[2], tmp_path / "school")
+    damage(tmp_path / "school")
+    base = llama()
+    with pytest.raises(ValueError, match="can be read"):
+        load_lessons(base, encode, tmp_path / "school")
+    tokens = torch.tensor([encode("we say WJK is ")])
+    with torch.no_grad():
+        assert torch.equal(base(tokens).logits, llama()(tokens).logits)
+    attractor.retrofit(base, APNConfig(num_patches=4, top_k=1, rank=2))  # it is nobody's
+
+
+def test_lessons_replace_lessons_alone(saved, tmp_path):
+    net, lessons, _ = saved
+    (tmp_path / "letters").mkdir()
+    with pytest.raises(ValueError, match="choose another folder"):
+        save_lessons(net, lessons, tmp_path / "letters")
+    save_lessons(net, lessons, tmp_path / "school")
+    save_lessons(net, lessons, tmp_path / "school")
+    assert {path.name for path in tmp_path.iterdir()} == {"letters", "school"}
 
 
 def test_layers_read_from_a_block_before_them():

@@ -236,6 +236,41 @@ class Lessons:
         indices = self.layer(seen[0], return_stats=True)[1].indices.flatten().tolist()
         return [None if patch < 0 else self.owners[patch] for patch in indices]
 
+    def describe(self) -> dict[str, Any]:
+        """All that is known of the lessons but tensors, for JSON; `restore` takes it back."""
+        return {
+            "config": self.config.to_dict(),
+            "unit": self.unit,
+            "next": self._next,
+            "owners": self.owners,
+            "lessons": [dataclasses.asdict(lesson) for lesson in self.lessons.values()],
+        }
+
+    def restore(self, described: dict[str, Any], state: dict[str, Tensor]) -> None:
+        """Take over what `describe` said of lessons whose layer had this state; otherwise a ValueError."""
+        lessons = [
+            Lesson(
+                **{
+                    **fields,
+                    "forms": tuple(map(tuple, fields["forms"])),
+                    "overrides": tuple(fields["overrides"]),
+                }
+            )
+            for fields in described["lessons"]
+        ]
+        numbers, owners = {lesson.number for lesson in lessons}, described["owners"]
+        radius = state["radius"]
+        if len(owners) != len(radius) or not set(owners) <= {-1, *numbers} or len(numbers) != len(lessons):
+            raise ValueError("its lessons and its patches do not belong together")
+        if any((owner < 0) != (edge >= CLOSED) for owner, edge in zip(owners, radius.tolist(), strict=True)):
+            raise ValueError("it has open patches that no lesson owns, or closed ones that one does")
+        if not numbers <= set(range(described["next"])):
+            raise ValueError("its lessons are numbered wrongly")
+        self.layer.resize(len(owners))
+        self.layer.load_state_dict(state)
+        self.owners, self._next = list(owners), described["next"]
+        self.lessons = {lesson.number: lesson for lesson in lessons}
+
     # --- inside
 
     def _rows(self, lesson: int, forms: Sequence[tuple[str, str]], subject: str, turn: int) -> Iterator[_Row]:

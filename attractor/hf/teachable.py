@@ -7,22 +7,30 @@ net.generate(...)                                                   # knows it
 
 import argparse
 import inspect
+import json
 import textwrap
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from attractor.checkpoint import tensors_hash, write_folder
 from attractor.config import APNConfig, check_size
 from attractor.continual.calibrate import CLOSED, Calibration
 from attractor.continual.lessons import LessonConfig, Lessons
 from attractor.hf.causal import CausalLM
 from attractor.hf.find import find_places
-from attractor.hf.net import Retrofit, retrofit
+from attractor.hf.net import Retrofit, load_retrofit, retrofit
 from attractor.hf.sample import activations, sample_batches
 
+NAME = "lessons"
+FORMAT = 1
+DESCRIPTION, CALIBRATION, LAYER = "lessons.json", "calibration.safetensors", "layer"
 TEMPERATURE = 0.02
 """Inside a basin the weight rises from 0 at the edge to 0.99 within a cosine of 0.1."""
 
@@ -77,11 +85,62 @@ def teachable(
         layers=[act],
         read_from=None if act == read else read,
         dtype=torch.float32,
-        name="lessons",
+        name=NAME,
     )
     (apn,) = net.apn_layers().values()
     unit = added.norm(dim=-1).median().item()
-    return net, Lessons(CausalLM(net, "lessons"), apn, encode, calibration, config, unit=unit, **options)
+    return net, Lessons(CausalLM(net, NAME), apn, encode, calibration, config, unit=unit, **options)
+
+
+def save_lessons(net: Retrofit, lessons: Lessons, folder: str | Path) -> None:
+    """Write lessons, their layer and its calibration; the folder appears whole or not at all.
+
+    It may replace a folder of this kind and nothing else. `load_lessons` reads it.
+    """
+    folder = Path(folder)
+    if folder.exists() and not (folder / DESCRIPTION).is_file():
+        raise ValueError(f"{folder} is there already and holds no lessons: choose another folder")
+    calibration = {name: value.cpu().contiguous() for name, value in vars(lessons.calibration).items()}
+    described = {"format": FORMAT, **lessons.describe(), "calibration": tensors_hash(calibration)}
+
+    def fill(partial: Path) -> None:
+        net.save_pretrained(partial / LAYER, name=NAME)
+        try:
+            save_file(calibration, partial / CALIBRATION)
+        except SafetensorError as error:
+            raise OSError(f"cannot write {folder}: {error}") from error
+        (partial / DESCRIPTION).write_text(json.dumps(described, indent=1))
+
+    write_folder(folder.absolute(), fill)
+
+
+def load_lessons(
+    model: Any, encode: Callable[[str], Any], folder: str | Path, **options: Any
+) -> tuple[Retrofit, Lessons]:
+    """The lessons that `save_lessons` wrote, on the same base: another one, or damage, is a ValueError."""
+    folder = Path(folder)
+    try:
+        described = json.loads((folder / DESCRIPTION).read_text())
+        if not isinstance(described, dict) or described.get("format") != FORMAT:
+            raise ValueError(f"not lessons of format {FORMAT}, which this release reads")
+        tensors = load_file(folder / CALIBRATION)
+        if tensors_hash(tensors) != described["calibration"]:
+            raise ValueError(f"{CALIBRATION} is not what was saved: its hash differs")
+        calibration = Calibration(**tensors)
+        config = LessonConfig.from_dict(described["config"])
+    except (OSError, LookupError, TypeError, AttributeError, ValueError, SafetensorError) as error:
+        raise ValueError(f"{folder} holds no lessons that can be read: {error}") from error
+    net = load_retrofit(model, folder / LAYER, name=NAME)
+    try:
+        (apn,) = net.apn_layers().values()
+        state = {name: value.clone() for name, value in apn.state_dict().items()}
+        unit = described["unit"]
+        lessons = Lessons(CausalLM(net, NAME), apn, encode, calibration, config, unit=unit, **options)
+        lessons.restore(described, state)
+    except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
+        net.unload()
+        raise ValueError(f"{folder} holds no lessons that can be read: {error}") from error
+    return net, lessons
 
 
 def default_background() -> list[str]:
