@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attractor.continual.lessons import LEAD_INS, LessonConfig
+from attractor.continual.lessons import LessonConfig, lead_in
 from attractor.experiments.result import write_result
 from attractor.hf.pretrained import load_pretrained
 from attractor.hf.teachable import cut, teachable
@@ -184,9 +184,9 @@ def control_rows(
         rows = []
         for forms in lessons:
             for place, (prompt, answer) in enumerate(forms):
-                lead_in = LEAD_INS[(turn * (1 + place)) % len(LEAD_INS)] if turn else ""
-                whole = [int(t) for t in encode(lead_in + prompt + answer)]
-                rows.append((whole, range(len(encode(lead_in + prompt)), len(whole))))
+                asked = lead_in(turn, place) + prompt
+                whole = [int(t) for t in encode(asked + answer)]
+                rows.append((whole, range(len(encode(asked)), len(whole))))
         variants.append(rows)
     return variants
 
@@ -242,7 +242,7 @@ def main() -> None:
     parameters: list[nn.Parameter] = []
     started = time.perf_counter()
     if given.method == "basins":
-        config = LessonConfig(**{"passes": given.passes, **given.lesson})
+        config = LessonConfig(**{"passes": given.passes, "rows": 640, **given.lesson})
         net, lessons = teachable(
             model,
             encode,

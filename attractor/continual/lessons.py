@@ -276,10 +276,10 @@ class Lessons:
     def _rows(self, lesson: int, forms: Sequence[tuple[str, str]], subject: str, turn: int) -> Iterator[_Row]:
         """Every form behind a lead-in; the first time without one."""
         for place, (prompt, answer) in enumerate(forms):
-            lead_in = LEAD_INS[(turn * (1 + place)) % len(LEAD_INS)] if turn else ""
-            text = lead_in + prompt + answer
+            before = lead_in(turn, place)
+            text = before + prompt + answer
             tokens = [int(token) for token in self.encode(text)]
-            asked = len(self.encode(lead_in + prompt)) if prompt else 1
+            asked = len(self.encode(before + prompt)) if prompt else 1
             keys = []
             start = text.find(subject)
             while start >= 0:
@@ -440,6 +440,11 @@ class Lessons:
         finally:
             decoder.requires_grad_(False)
             decoder.grad = None
+
+
+def lead_in(turn: int, place: int) -> str:
+    """What stands before form number `place` of a lesson in turn number `turn`; nothing in the first."""
+    return LEAD_INS[turn * (1 + place) % len(LEAD_INS)]
 
 
 def check_forms(forms: Sequence[Form]) -> tuple[tuple[str, str], ...]:
