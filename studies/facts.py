@@ -274,7 +274,7 @@ def main() -> None:
     history, seconds = [], 0.0
     for chunk in range(given.chunks):
         started = time.perf_counter()
-        if started - begun > 60 * given.minutes:
+        if chunk and started - begun > 60 * given.minutes:
             print(f"the time is over after {chunk} chunks: they are evaluated now", flush=True)
             break
         row: dict[str, Any] = {"chunk": chunk}
