@@ -1,3 +1,6 @@
+import gc
+import importlib.util
+import inspect
 import os
 
 import hypothesis
@@ -17,6 +20,46 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("steady")
+
+
+def remember_what_the_interpreter_replaces():
+    """Triton's interpreter looks for the builtins of its language at every call of a function, a third of
+    its time. They are the same every time: looked for once, here, and replaced as it does.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    if not hasattr(interpreter, "_patch_builtin") or not hasattr(interpreter, "_patch_attr"):
+        return  # another version of Triton: slower, and nothing else
+    places = (tl, tl.core, tl.math, tl.tensor, getattr(tl.core, "tensor_descriptor_base", tl.tensor))
+    names = {
+        place: [name for name, member in inspect.getmembers(place) if tl.core.is_builtin(member)]
+        for place in places
+    }
+    look = interpreter._patch_builtin
+
+    def patch(place, *others):
+        if place not in names:
+            return look(place, *others)
+        for name in names[place]:
+            member = getattr(place, name)
+            if tl.core.is_builtin(member):  # and not replaced already, by the function that called this one
+                interpreter._patch_attr(place, name, member, *others)
+
+    interpreter._patch_builtin = patch
+
+
+if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
+    remember_what_the_interpreter_replaces()
+
+
+def pytest_collection_finish():
+    """What the imports have made stays: a collector that looks through it again and again takes a quarter of
+    the time of tests that make many small objects.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000)
 
 
 @pytest.fixture

@@ -2,8 +2,10 @@
 
     python tests/shared_memory.py 86 256 bfloat16 64           compute capability 8.6, rank 256, 64 patches
     python tests/shared_memory.py 86 256 bfloat16 64 whole     all the way to machine code
+    python tests/shared_memory.py 86 256 bfloat16 64 90 128 float32 64         one after the other
 
-prints JSON, kernel -> bytes. TRITON_INTERPRET must not be set: the interpreter has no compiler.
+prints JSON, kernel -> bytes, a line for each. TRITON_INTERPRET must not be set: the interpreter has no
+compiler.
 """
 
 import json
@@ -49,9 +51,11 @@ def launches_of(
 ) -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
     """What a training step launches; nothing runs."""
     found: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
-    for name, kernel in vars(kernels).copy().items():
-        if isinstance(kernel, triton.runtime.jit.JITFunction):
-            setattr(kernels, name, Recorder(kernel, found))
+    real = {
+        n: kernel for n, kernel in vars(kernels).items() if isinstance(kernel, triton.runtime.JITFunction)
+    }
+    for name, kernel in real.items():
+        setattr(kernels, name, Recorder(kernel, found))
     dim = 384
     z, P = torch.zeros(16384, dim, dtype=dtype), torch.zeros(patches, dim, dtype=dtype)
     a = torch.zeros(patches, rank)
@@ -59,6 +63,8 @@ def launches_of(
     radius = torch.zeros(patches)  # with basins the kernels do a little more
     update, idx, w, _, s, *rest = fused.fused(z, P, V, a, a, U, None, radius, 4, 0.07, 1.0, True, dtype, True)
     fused.fused_backward(update, None, None, z, P, V, a, a, U, idx, w, s, *rest, 0.07, 1.0, True, True)
+    for name, kernel in real.items():
+        setattr(kernels, name, kernel)
     return found
 
 
@@ -107,12 +113,19 @@ def lowered(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> in
     return int(module.get_int_attr("ttg.shared"))
 
 
-if __name__ == "__main__":
-    capability, rank, patches = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[4])
-    torch.set_float32_matmul_precision("high")  # what needs the most
+def needs_of(capability: int, rank: int, dtype: str, patches: int, whole: bool) -> dict[str, int]:
     launch.little_shared_memory = lambda: MOST[capability] < launch.LITTLE
     needs: dict[str, int] = {}
-    for kernel, arguments, options in launches_of(rank, getattr(torch, sys.argv[3]), patches):
-        size = shared_memory(kernel, arguments, options, capability, "whole" in sys.argv)
+    for kernel, arguments, options in launches_of(rank, getattr(torch, dtype), patches):
+        size = shared_memory(kernel, arguments, options, capability, whole)
         needs[kernel.__name__] = max(size, needs.get(kernel.__name__, 0))
-    print(json.dumps(needs))
+    return needs
+
+
+if __name__ == "__main__":
+    torch.set_float32_matmul_precision("high")  # what needs the most
+    words = [word for word in sys.argv[1:] if word != "whole"]
+    for start in range(0, len(words), 4):
+        capability, rank, dtype, patches = words[start : start + 4]
+        needs = needs_of(int(capability), int(rank), dtype, int(patches), "whole" in sys.argv)
+        print(json.dumps(needs))

@@ -89,16 +89,23 @@ def test_every_variant(variant, count, dtype):
 )
 def test_odd_sizes(sizes, dtype):
     layer = layer_of(dtype, **sizes)
-    assert_matches(layer, tokens_of(layer, 75 if ON_GPU or layer.config.num_patches < 10 else 20))
+    assert_matches(layer, tokens_of(layer, 75 if ON_GPU or layer.config.num_patches < 9 else 20))
 
 
 @every_dtype
 @pytest.mark.parametrize("pattern", ["all to one", "zipf"])
-def test_crowded_patches(pattern, dtype):
+def test_crowded_patches(pattern, dtype, monkeypatch):
     """Patches with many segments next to patches with none."""
+    if not ON_GPU:  # a quarter of a segment's pairs, and of the tokens: the interpreter takes its time
+        from attractor.ops.kernels import backward, forward
+
+        segment = type(forward.SEGMENT)(launch.SEGMENT // 4)
+        monkeypatch.setattr(launch, "SEGMENT", launch.SEGMENT // 4)
+        for module in (forward, backward):
+            monkeypatch.setattr(module, "SEGMENT", segment)
     layer = layer_of(dtype, dim=24, num_patches=12, top_k=2, rank=8)
     torch.manual_seed(2)
-    count = 1400 if pattern == "zipf" else 1100
+    count = {"all to one": 1100 if ON_GPU else 275, "zipf": 1400 if ON_GPU else 450}[pattern]
     favourite = torch.zeros(count, dtype=torch.long)
     if pattern == "zipf":
         favourite = torch.multinomial(1 / torch.arange(1.0, 13), count, replacement=True)
@@ -240,7 +247,7 @@ def test_few_graphs_for_many_sizes():
     graphs = CompileCounter()
     layer = layer_of(dim=16, num_patches=9, top_k=3, backend="triton")
     compiled = torch.compile(layer, backend=graphs, dynamic=True, fullgraph=True)
-    for count in (65, 66, 67, 70, 75, 80, 91, 110):
+    for count in (65, 66, 67, 80, 110):
         update = compiled(tokens_of(layer, count))
     update.sum().backward()
     assert graphs.frame_count <= 3
