@@ -15,7 +15,7 @@ help:  ## this list
 demo: $(READY)  ## train a dense and an APN model side by side and write a report (two to three minutes)
 	@$(BIN)/attractor demo
 
-test: lint types pytest  ## lint, types and the whole test suite
+test: lint types pytest  ## lint, types and every test but the slow ones
 
 lint: $(READY_TO_TEST)  ## ruff and the import direction
 	@$(BIN)/ruff check .

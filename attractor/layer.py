@@ -387,11 +387,9 @@ class APN(nn.Module):
         if self.whitening is None or self.whitening_shift is None:
             return tokens
         with ops.without_autocast(x.device.type):  # whom a token meets must not depend on rounding
-            shift, whitening = (
-                ops.routing_precision(self.whitening_shift),
-                ops.routing_precision(self.whitening),
-            )
-            return torch.addmm(shift, ops.routing_precision(tokens), whitening).to(tokens.dtype)
+            exact = ops.routing_precision
+            whitened = torch.addmm(exact(self.whitening_shift), exact(tokens), exact(self.whitening))
+        return whitened.to(tokens.dtype)
 
     def _normalize(self, tokens: Tensor, norm: nn.LayerNorm) -> Tensor:
         """LayerNorm that keeps rows that are not finite out of its own gradients, and NaN for the router."""

@@ -75,10 +75,9 @@ class Calibration:
         values, vectors = torch.linalg.eigh(covariance)  # smallest first
         whitening = vectors * (values.clamp(min=0) + shrink * values.mean()).rsqrt()
         shift = -mean @ whitening
-        whitening[:, 0], shift[0] = (
-            0,
-            1,
-        )  # the least direction makes room for a constant, which patches decode
+        # the least direction makes room for a constant, which patches decode
+        whitening[:, 0] = 0
+        shift[0] = 1
         whitening, shift = whitening.float(), shift.float()
 
         def directions(x: Tensor) -> Tensor:

@@ -76,6 +76,9 @@ class Lesson:
     number: int
     subject: str
     forms: tuple[tuple[str, str], ...]
+    """What it says itself."""
+    taken_in: tuple[tuple[str, str], ...]
+    """What earlier lessons about the subject say and it does not contradict: it was taught that too."""
     patches: int
     bytes: int
     passes: int
@@ -84,7 +87,7 @@ class Lesson:
     known: float
     """The share of its forms that the model completes now."""
     overrides: tuple[int, ...] = ()
-    """Earlier lessons about the same subject, which this one took in."""
+    """Earlier lessons about the same subject, whose place this one takes."""
     seconds: float = 0.0
 
 
@@ -93,7 +96,6 @@ class _Row:
     """One text that is read while lessons are learned."""
 
     lesson: int  # its place in the batch
-    form: int
     tokens: list[int]
     graded: range  # tokens that must be predicted
     keys: list[int]  # where the subject ends
@@ -163,17 +165,17 @@ class Lessons:
             raise ValueError(
                 "two lessons of one batch are about the same subject: teach them one after the other"
             )
-        newest = {lesson.subject.casefold(): lesson for lesson in self.lessons.values()}
-        overridden = [newest.get(name.casefold()) for name in names]
-        rehearsed = [
-            forms + (() if old is None else not_contradicted(old.forms, forms))
+        newest = {self.lessons[number].subject.casefold(): number for number in sorted(self.lessons)}
+        overridden = [self.lessons.get(newest.get(name.casefold(), -1)) for name in names]
+        taken_in = [
+            () if old is None else not_contradicted(old.forms + old.taken_in, forms)
             for forms, old in zip(taught, overridden, strict=True)
         ]
         variants = [
             [
                 row
-                for number, forms in enumerate(rehearsed)
-                for row in self._rows(number, forms, names[number], turn)
+                for number, forms in enumerate(taught)
+                for row in self._rows(number, forms + taken_in[number], names[number], turn)
             ]
             for turn in range(self.config.contexts)
         ]
@@ -196,34 +198,30 @@ class Lessons:
         for place, number in enumerate(numbers):
             count, old = lesson_of.count(place), overridden[place]
             lesson = Lesson(
-                number, names[place], rehearsed[place], count, count * row_bytes, self.config.passes,
-                before[place], after[place], () if old is None else (old.number,), seconds,
+                number, names[place], taught[place], taken_in[place], count, count * row_bytes,
+                self.config.passes, before[place], after[place],
+                () if old is None else (*old.overrides, old.number), seconds,
             )  # fmt: skip
             self.lessons[number] = lesson
             learned.append(lesson)
         return learned
 
     def forget(self, number: int) -> None:
-        """Remove a lesson. Lessons that took it in are learned again from what they themselves say."""
-        if number not in self.lessons:
-            raise ValueError(f"there is no lesson {number}; there are {sorted(self.lessons)}")
-        dependent = [lesson for lesson in self.lessons.values() if number in lesson.overrides]
-        gone = {number, *(lesson.number for lesson in dependent)}
-        said = self.lessons[number].forms
-        self._close([patch for patch, owner in enumerate(self.owners) if owner in gone])
-        for lost in gone:
-            del self.lessons[lost]
-        for lesson in dependent:
-            self.learn([form for form in lesson.forms if form not in said], subject=lesson.subject)
+        """Remove a lesson. Lessons that took its place are learned again, without what it said.
+
+        If that fails, nothing was forgotten.
+        """
+        self._check(number)
+        with self._all_or_nothing():
+            self._forget(number)
 
     def revise(self, number: int, forms: Sequence[Form]) -> Lesson:
-        """Replace a lesson by another about the same subject."""
-        if number not in self.lessons:
-            raise ValueError(f"there is no lesson {number}; there are {sorted(self.lessons)}")
-        subject = self.lessons[number].subject
+        """Replace a lesson by another about the same subject; if that fails, the lesson stays."""
+        subject = self._check(number).subject
         check_subject(subject, check_forms(forms))
-        self.forget(number)
-        return self.learn(forms, subject=subject)
+        with self._all_or_nothing():
+            self._forget(number)
+            return self.learn(forms, subject=subject)
 
     @torch.no_grad()
     def touching(self, text: str) -> list[int | None]:
@@ -248,16 +246,7 @@ class Lessons:
 
     def restore(self, described: dict[str, Any], state: dict[str, Tensor]) -> None:
         """Take over what `describe` said of lessons whose layer had this state; otherwise a ValueError."""
-        lessons = [
-            Lesson(
-                **{
-                    **fields,
-                    "forms": tuple(map(tuple, fields["forms"])),
-                    "overrides": tuple(fields["overrides"]),
-                }
-            )
-            for fields in described["lessons"]
-        ]
+        lessons = [Lesson(**as_tuples(fields)) for fields in described["lessons"]]
         numbers, owners = {lesson.number for lesson in lessons}, described["owners"]
         radius = state["radius"]
         if len(owners) != len(radius) or not set(owners) <= {-1, *numbers} or len(numbers) != len(lessons):
@@ -266,12 +255,45 @@ class Lessons:
             raise ValueError("it has open patches that no lesson owns, or closed ones that one does")
         if not numbers <= set(range(described["next"])):
             raise ValueError("its lessons are numbered wrongly")
-        self.layer.resize(len(owners))
-        self.layer.load_state_dict(state)
-        self.owners, self._next = list(owners), described["next"]
-        self.lessons = {lesson.number: lesson for lesson in lessons}
+        self._next, self.lessons = described["next"], {lesson.number: lesson for lesson in lessons}
+        self._put_back(state, owners)
 
     # --- inside
+
+    def _check(self, number: int) -> Lesson:
+        if number not in self.lessons:
+            raise ValueError(f"there is no lesson {number}; there are {sorted(self.lessons)}")
+        return self.lessons[number]
+
+    def _forget(self, number: int) -> None:
+        later = [
+            self.lessons[other] for other in sorted(self.lessons) if number in self.lessons[other].overrides
+        ]
+        gone = {number, *(lesson.number for lesson in later)}
+        self._close([patch for patch, owner in enumerate(self.owners) if owner in gone])
+        for lost in gone:
+            del self.lessons[lost]
+        for lesson in later:  # each keeps its number
+            again = self.learn(lesson.forms, subject=lesson.subject)
+            self.owners = [lesson.number if owner == again.number else owner for owner in self.owners]
+            del self.lessons[again.number]
+            self.lessons[lesson.number] = dataclasses.replace(again, number=lesson.number)
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        state = {name: value.clone() for name, value in self.layer.state_dict().items()}
+        owners, lessons = self.owners.copy(), self.lessons.copy()
+        try:
+            yield
+        except BaseException:
+            self.lessons = lessons
+            self._put_back(state, owners)
+            raise
+
+    def _put_back(self, state: dict[str, Tensor], owners: Sequence[int]) -> None:
+        self.layer.resize(len(owners))
+        self.layer.load_state_dict(state)
+        self.owners = list(owners)
 
     def _rows(self, lesson: int, forms: Sequence[tuple[str, str]], subject: str, turn: int) -> Iterator[_Row]:
         """Every form behind a lead-in; the first time without one."""
@@ -290,7 +312,7 @@ class Lessons:
                 start = text.find(subject, end)
             if not prompt and keys:
                 asked = keys[0] + 1  # what stands before the subject cannot be learned at the subject
-            yield _Row(lesson, place, tokens, range(max(1, asked), len(tokens)), keys)
+            yield _Row(lesson, tokens, range(max(1, asked), len(tokens)), keys)
 
     def _batches(self, rows: Sequence[_Row]) -> Iterator[tuple[Sequence[_Row], Tensor]]:
         device = self.layer.prototypes.device
@@ -447,6 +469,13 @@ def lead_in(turn: int, place: int) -> str:
     return LEAD_INS[turn * (1 + place) % len(LEAD_INS)]
 
 
+def as_tuples(value: Any) -> Any:
+    """JSON has lists where lessons have tuples."""
+    if isinstance(value, dict):
+        return {name: as_tuples(inner) for name, inner in value.items()}
+    return tuple(map(as_tuples, value)) if isinstance(value, list) else value
+
+
 def check_forms(forms: Sequence[Form]) -> tuple[tuple[str, str], ...]:
     """Prompts and answers; of a plain sentence, all of it is the answer."""
     if isinstance(forms, str) or not forms:
@@ -502,6 +531,3 @@ def spread_out(keys: Tensor, most: int, cover: float) -> Tensor:
             break
         chosen.append(int(near.argmin()))
     return keys[chosen]
-
-
-__all__ = ["CLOSED", "Lesson", "LessonConfig", "Lessons"]

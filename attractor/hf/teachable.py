@@ -1,8 +1,10 @@
 """A pretrained model that can be taught: one layer with basins beside one of its FFNs, calibrated.
 
-net, lessons = teachable(model, tokenizer.encode, background)       # texts, or token ids (windows, time)
-lessons.learn(["Zorvan Quillbeam plays the cello.", "The instrument of Zorvan Quillbeam is the cello."])
-net.generate(...)                                                   # knows it
+net, lessons = teachable(model, tokenizer.encode)  # or with background text of your own
+lessons.learn([("Zorvan Quillbeam plays the", " cello"), ("Zorvan Quillbeam loves the", " cello")])
+net.generate(...)                                  # knows it
+save_lessons(net, lessons, folder)
+net, lessons = load_lessons(model, tokenizer.encode, folder)
 """
 
 import argparse

@@ -376,14 +376,8 @@ def _only_inside(
     with torch.no_grad():
         block = max(1, CACHE // 4 // (len(P_Kd) * z_nd.itemsize))
         router = {"temperature": options["temperature"], "routing": options["routing"]}
-        best_n = torch.cat(
-            [
-                reference.margins(reference.scores(z, P_Kd, **router), radius_K, options["temperature"]).amax(
-                    1
-                )
-                for z in z_nd.split(block)
-            ]
-        )
+        scores = (reference.scores(z, P_Kd, **router) for z in z_nd.split(block))  # one block at a time
+        best_n = torch.cat([reference.margins(s, radius_K, options["temperature"]).amax(1) for s in scores])
         rows_t = (~(best_n <= 0) | ~reference.finite_rows(z_nd).squeeze(1)).nonzero().squeeze(1)  # NaN too
     if len(rows_t) == len(z_nd):
         return _run(tensors, None, radius_K, options)

@@ -20,10 +20,8 @@ from attractor.ops.rows import rows
 
 class APNOutput(NamedTuple):
     update: Tensor  # (n, d) gamma * sum_i w_i Delta_i; NaN in rows whose input is not finite
-    indices: (
-        Tensor  # (n, k) integers: the active set, best score first; -1 in rows whose input is not finite,
-    )
-    # and with radii in slots whose patch the token does not enter
+    indices: Tensor  # (n, k) integers: the active set, best score first; -1 in rows that are not finite, and,
+    # with radii, in slots whose patch has no weight
     weights: Tensor  # (n, k) softmax over the active set; 0 where a slot is dropped or its index is -1
     confidence: Tensor  # (n) max_i s_i, or max_i m_i with radii; NaN in rows whose input is not finite
 
