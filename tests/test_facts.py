@@ -1,27 +1,36 @@
-"""The world of the study of facts, and that everybody in it reads the same."""
+"""The world of the study of facts, that everybody in it reads the same, and that every method runs."""
+
+import json
+from contextlib import nullcontext
 
 import pytest
-from test_lessons import encode, school
+import torch
+from test_lessons import encode, llama
 
-from attractor.continual.lessons import check_forms, shared_subject
-from studies.facts import WORDS, World, control_rows
+from attractor.continual.forms import check_forms, shared_subject
+from attractor.hf.teachable import cut
+from studies import facts, facts_methods, facts_world
+from studies.facts_world import FORMS, KINDS, World, grammar
+
+GRAMMARS = ("facts", "facts_confirm")
 
 
-@pytest.fixture(scope="module")
-def world():
-    return World(0, 20)
+@pytest.fixture(scope="module", params=GRAMMARS)
+def world(request):
+    return World(0, 20, request.param)
 
 
 def test_a_world_is_drawn_from_its_seed(world):
-    assert World(0, 20).chunks == world.chunks
-    assert World(1, 20).chunks != world.chunks
-    assert World(0, 3).chunks == world.chunks[:3]  # more chunks change no earlier one
+    name = next(name for name in GRAMMARS if grammar(name) == world.words)
+    assert World(0, 20, name).chunks == world.chunks
+    assert World(1, 20, name).chunks != world.chunks
+    assert World(0, 3, name).chunks == world.chunks[:3]  # more chunks change no earlier one
 
 
 def test_there_are_4000_facts_about_1000_different_things(world):
     names = [name for chunk in world.chunks for name, _, _ in chunk]
     assert len(names) == len(set(names)) == 1000
-    assert sum(len(facts) for chunk in world.chunks for _, _, facts in chunk) == 4000
+    assert sum(len(own) for chunk in world.chunks for _, _, own in chunk) == 4000
 
 
 def test_the_subject_of_every_lesson_is_found(world):
@@ -30,24 +39,120 @@ def test_the_subject_of_every_lesson_is_found(world):
             assert shared_subject(check_forms(lesson)) == name
 
 
-def test_what_is_asked_was_never_taught():
-    for kind in ("person", "town", "company"):
-        for relation, row in WORDS[kind].items():
-            assert len(row["taught"]) == 3, relation
-            assert not set(row["taught"]) & {*row["sentence"], *row["question"]}
-            for form in (*row["taught"], *row["sentence"], *row["question"]):
-                assert form.count("{n}") >= 1
-                assert not form.endswith(" ")  # answers begin with their space
+def test_what_is_asked_was_never_taught(world):
+    rows = [row for kind in set(KINDS) for row in world.words[kind].values()]
+    assert len(rows) == 12
+    for row in [*rows, world.known]:
+        assert len(row["taught"]) == 3
+        assert not set(row["taught"]) & {*row["sentence"], *row["question"]}
+        for form in (*row["taught"], *row["sentence"], *row["question"]):
+            assert form.count("{n}") >= 1
+            assert not form.endswith(" ")  # answers begin with their space
 
 
-def test_controls_read_and_are_graded_on_what_lessons_are(world):
-    _, lessons = school()
-    taught = [check_forms(lesson) for lesson in world.lessons(0)[:3]]
-    theirs = control_rows(encode, world.lessons(0)[:3], 3)
-    for turn, rows in enumerate(theirs):
-        ours = [
-            row
-            for number, forms in enumerate(taught)
-            for row in lessons._rows(number, forms, shared_subject(forms), turn)
-        ]
-        assert [(row.tokens, row.graded) for row in ours] == rows
+def test_the_confirming_grammar_shares_nothing_with_the_first():
+    first, second = (grammar(name) for name in GRAMMARS)
+
+    def forms(words):
+        return {
+            form
+            for kind in set(KINDS)
+            for row in words[kind].values()
+            for use in ("taught", "sentence", "question")
+            for form in row[use]
+        }
+
+    assert not forms(first) & forms(second)
+    assert not {a for own in first["answers"].values() for a in own} & {
+        a for own in second["answers"].values() for a in own
+    }
+
+
+def test_revisions_change_one_fact_of_each_thing_of_a_chunk(world):
+    taught = {prompt: answer for lesson in world.lessons(1) for prompt, answer in lesson}
+    later = {prompt: answer for lesson in world.revisions() for prompt, answer in lesson}
+    assert len(later) == 3 * len(KINDS)
+    assert all(taught[prompt] != answer for prompt, answer in later.items())
+    asked = dict(world.items(1, "taught", 0))
+    assert all(asked[prompt] == answer for prompt, answer in world.revised_items("taught", 0))
+    assert all(asked[prompt] != answer for prompt, answer in world.revised_items("taught", 0, old=True))
+
+
+def test_capitals_are_moved_in_half_of_the_countries_and_to_other_cities(world):
+    assert len(world.moved) == len(world.kept) == 15
+    assert not world.moved.keys() & world.kept.keys()
+    assert all(world.known["capitals"][country] != city for country, city in world.moved.items())
+
+
+def test_what_is_told_holds_every_answer(world):
+    for prompt, answer in world.items(0, "question", 0, told=True)[:20]:
+        assert f"{answer}." in prompt
+
+
+class TestMethods:
+    @pytest.fixture(autouse=True)
+    def small(self, monkeypatch):
+        monkeypatch.setattr(facts_world, "KINDS", ["person", "town"])
+        small = facts_methods.MEMORY.__class__(num_patches=64, top_k=2, rank=1, temperature=0.05, whiten=True)
+        monkeypatch.setattr(facts_methods, "MEMORY", small)
+        monkeypatch.setattr(facts_methods, "MEMORY_SLOTS", 8)
+
+    @pytest.fixture
+    def texts(self, tmp_path):
+        """The folder of four background texts."""
+        folder = tmp_path / "texts"
+        folder.mkdir()
+        draw = torch.Generator().manual_seed(0)
+        for name in facts.BACKGROUNDS:
+            letters = torch.randint(97, 123, (6 * 256,), generator=draw).tolist()
+            (folder / f"{name}.txt").write_text(bytes(letters).decode())
+        return folder
+
+    @pytest.mark.parametrize(
+        ("method", "keep"),
+        [("basins", "nothing"), ("full", "kl"), ("lora", "replay"), ("apn", "nothing"), ("memory", "nothing"),
+         ("retrieval", "nothing")],
+    )  # fmt: skip
+    def test_every_method_learns_and_is_measured(self, method, keep, texts, tmp_path, monkeypatch):
+        tokenizer = type("Tokenizer", (), {"encode": staticmethod(encode)})
+        monkeypatch.setattr(facts, "load_pretrained", lambda *_, **__: (llama(512), tokenizer))
+        lesson = {"passes": 2, "after": 1, "mention": 1, "contexts": 2}
+        options = {
+            "texts": texts, "method": method, "keep": keep, "chunks": 2, "windows": 4, "device": "cpu",
+            "lesson": json.dumps(lesson), "result": tmp_path / "cell.json",
+        }  # fmt: skip
+        facts.main(["run", *(str(part) for name, value in options.items() for part in (f"--{name}", value))])
+        cell = json.loads((tmp_path / "cell.json").read_text())
+        assert cell["facts"] == 2 * 2 * 4 + 2
+        assert [row["name"] for row in cell["chunks"]] == ["chunk 0", "chunk 1", "revisions", "capitals"]
+        for figures in (cell["after"], cell["behind the guard"]):
+            assert all(0 <= figures[f"{form} {n}"] <= 1 for form, n in FORMS)
+            assert figures["rise"].keys() == set(facts.BACKGROUNDS)
+        assert all(abs(rise) < 0.02 for rise in cell["behind the guard"]["rise"].values())
+        rises = cell["after"]["rise"]
+        if method == "basins":  # what is the base's to the bit is predicted as before
+            assert all(rises[name] == 0 for name, same in cell["identical windows"].items() if same == 1)
+        else:
+            assert all(rise == 0 for rise in rises.values()) == (method == "retrieval")
+
+    def test_only_ranked_slots_of_a_memory_change_in_a_step(self):
+        model, world = llama(512), World(0, 2)
+        free = cut(["the quick brown fox jumps over a lazy dog. " * 80], encode, 32)
+        settings = {"passes": 1, "after": 0, "mention": 0}
+        learner = facts_methods.method(
+            "memory", model, encode, free, rate=0.1, keep="nothing", settings=settings, autocast=nullcontext
+        )
+        learner.batch = 10**6  # one step in a pass
+        learner.learn(world.lessons(0), 0)
+        for layer in learner.layers:
+            changed = (layer.decoder != 0).flatten(1).any(1)
+            assert 0 < changed.sum() <= facts_methods.MEMORY_SLOTS
+
+
+def test_rates_are_chosen_by_answers_in_all_kinds_of_forms(tmp_path, capsys):
+    for rate, share in ((1e-5, 0.2), (3e-5, 0.5), (1e-4, 0.4)):
+        after = {f"{form} {n}": share for form, n in FORMS}
+        cell = {"settings": {"method": "full", "keep": "kl", "rate": rate}, "after": after}
+        (tmp_path / f"{rate}.json").write_text(json.dumps(cell))
+    facts.main(["rates", *map(str, tmp_path.iterdir())])
+    assert capsys.readouterr().out == "full kl 3e-05\n"

@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+from families import FAMILIES, some_tokens, tiny
 from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -13,17 +14,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import attractor
 from attractor import APN, APNConfig
 from attractor.continual.calibrate import CLOSED, Calibration, clopper_pearson
-from attractor.continual.lessons import (
-    LessonConfig,
-    Lessons,
-    check_forms,
-    not_contradicted,
-    shared_subject,
-    spread_out,
-)
+from attractor.continual.forms import check_forms, not_contradicted, shared_subject
+from attractor.continual.lessons import LessonConfig, Lessons, spread_out
 from attractor.hf.teachable import cut, load_lessons, save_lessons, teachable
 
-CONFIG = LessonConfig(passes=12, step=4.0, radius=0.6, prototypes=3, contexts=2)
+CONFIG = LessonConfig(passes=12, step=4.0, radius=0.6, prototypes=3, contexts=2, after=0, mention=0)
 DIM = 32
 
 
@@ -289,11 +284,11 @@ def test_prototypes_are_spread_out():
     assert len(spread_out(keys[:2], 4, 0.9)) == 1
 
 
-def llama() -> LlamaForCausalLM:
+def llama(positions: int = 128) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=128,
+        num_key_value_heads=4, max_position_embeddings=positions,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
 
@@ -322,6 +317,23 @@ def test_a_pretrained_model_is_taught_saved_and_read_again(tmp_path):
         lessons.forget(lesson.number)
         assert torch.equal(net(tokens).logits, before)
         assert torch.equal(net.unload()(tokens).logits, before)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("read_from", [0, 1])
+def test_the_two_halves_of_a_model_are_the_model(family, read_from):
+    """What is computed once for the blocks below the layer is what a whole pass computes, in every family."""
+    net, lessons = teachable(tiny(family), encode, some_tokens(40, 24), read_from=read_from, act_at=1)
+    with torch.no_grad():
+        lessons.layer.prototypes[:4] = lessons.calibration.keys[:4].float()
+        lessons.layer.radius[:4] = 0.0
+        lessons.layer.decoder.normal_(generator=torch.Generator().manual_seed(0))
+        tokens = some_tokens(seed=3)
+        row, position = torch.tensor([0, 2, 2]), torch.tensor([4, 0, 11])
+        found = lessons.halves.above(lessons.halves.below(tokens), row, position)
+        assert torch.allclose(found, net(input_ids=tokens).logits[row, position], atol=1e-5)
+        with net.using(None):
+            assert not torch.allclose(found, net(input_ids=tokens).logits[row, position], atol=1e-2)
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,16 +26,16 @@ from torch.nn import functional as F
 from attractor import ops
 from attractor.config import JSONConfig, check_number, check_size
 from attractor.continual.calibrate import CLOSED, Calibration
+from attractor.continual.forms import (
+    MENTIONS,
+    Form,
+    check_forms,
+    check_subject,
+    framed,
+    not_contradicted,
+    shared_subject,
+)
 from attractor.layer import APN
-
-Form = str | tuple[str, str]
-"""A sentence, or a prompt and the answer that is to follow it."""
-
-LEAD_INS = (
-    "", "Question: ", "It is known that ", "\n", "He said that ", "According to the report, ", "Q: ",
-    "In the evening, ",
-)  # fmt: skip
-"""What may stand before a form while it is learned: a subject looks different at the start of a text."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,27 +43,42 @@ class LessonConfig(JSONConfig):
     """How a lesson is learned."""
 
     passes: int = 20
-    """How often every form of the lesson is read."""
+    """How often every form of the lesson is read at most."""
     step: float = 2.7
     """The length of the first step of the lesson's vector, as a multiple of `Lessons.unit`."""
-    momentum: float = 0.9
+    momentum: float = 0.8
     prototypes: int = 6
     """At most so many patches for a lesson: the subject as seen in different contexts."""
     cover: float = 0.95
     """No further prototype once every context has this cosine with one."""
     radius: float = 0.65
     """The least radius; a lesson's own is larger where background or an earlier lesson comes close."""
-    room: float = 0.05
+    room: float = 0.02
     """How far basins stay away from background, and from prototypes of other lessons."""
-    contexts: int = 3
-    """In how many different contexts each form is read."""
+    contexts: int = 4
+    """In how many different frames each form is read."""
+    after: int = 4
+    """So many tokens that the base itself would write after an answer are learned with it: a text goes on as
+    before."""
+    mention: int = 16
+    """As many that it would write after a sentence that names the subject and asks nothing."""
+    after_weight: float = 0.1
+    """What such a token counts beside one of the answer."""
+    enough: float = 0.02
+    """A lesson is learned no further once its loss, in nats per token, was below this in every frame."""
     rows: int = 256
     """Texts that are read at once."""
 
     def __post_init__(self) -> None:
         for name in ("passes", "prototypes", "contexts", "rows"):
             check_size(name, getattr(self, name))
+        for name in ("after", "mention"):
+            check_number(
+                name, getattr(self, name), "0 or more", lambda value: value >= 0 and value == int(value)
+            )
         check_number("step", self.step, "a positive number", lambda value: value > 0)
+        for name in ("after_weight", "enough"):
+            check_number(name, getattr(self, name), "0 or more", lambda value: value >= 0)
         check_number("momentum", self.momentum, "0 or more, below 1", lambda value: 0 <= value < 1)
         for name in ("cover", "radius", "room"):
             check_number(name, getattr(self, name), "between 0 and 1", lambda value: 0 <= value <= 1)
@@ -91,14 +106,49 @@ class Lesson:
     seconds: float = 0.0
 
 
+class Halves(Protocol):
+    """A model in two halves, of which the lower one no lesson changes: see `attractor.hf.halves`."""
+
+    def below(self, tokens: Tensor) -> Any:
+        """What the lower half makes of tokens (B, T)."""
+
+    def above(self, state: Any, rows: Tensor, positions: Tensor) -> Tensor:
+        """The logits (n, vocabulary) after the tokens at these places."""
+
+
+class Whole:
+    """A model that is not cut in two: everything is computed in every pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def below(self, tokens: Tensor) -> Tensor:
+        return tokens
+
+    def above(self, state: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        return self.model(state)[rows, positions]
+
+
 @dataclasses.dataclass
-class _Row:
+class Text:
     """One text that is read while lessons are learned."""
 
     lesson: int  # its place in the batch
     tokens: list[int]
-    graded: range  # tokens that must be predicted
+    answer: range  # tokens that must be predicted; those after it are the base's own
     keys: list[int]  # where the subject ends
+
+
+class _Batch(NamedTuple):
+    """Texts that are read at once, and what is graded in them."""
+
+    rows: Sequence[Text]
+    state: Any  # what the lower half of the model makes of them
+    row_n: Tensor
+    position_n: Tensor  # of the token before the one that is graded
+    target_n: Tensor
+    is_answer_n: Tensor  # otherwise it follows the answer
+    lesson_n: Tensor
 
 
 class Lessons:
@@ -106,7 +156,7 @@ class Lessons:
 
     `model` maps tokens (B, T) to logits, and reads `layer`, an APN of rank 1 with basins in a whitened space,
     in every call; nothing else of it learns. `unit` is the typical length of what is added to the residual
-    stream where the layer stands.
+    stream where the layer stands. `halves` computes what lies below the layer once and not in every pass.
     """
 
     def __init__(
@@ -118,6 +168,7 @@ class Lessons:
         config: LessonConfig | None = None,
         *,
         unit: float = 1.0,
+        halves: Halves | None = None,
         autocast: Callable[[], Any] = nullcontext,
     ) -> None:
         if layer.config.rank != 1 or layer.config.top_k != 1 or layer.config.decoder != "independent":
@@ -127,6 +178,7 @@ class Lessons:
         self.calibration, self.config, self.autocast = calibration, config or LessonConfig(), autocast
         check_number("unit", unit, "a positive number", lambda value: value > 0)
         self.unit = unit
+        self.halves = Whole(model) if halves is None else halves
         self.lessons: dict[int, Lesson] = {}
         self.owners: list[int] = []  # the lesson that owns each patch; -1: a closed one
         self._next = 0
@@ -171,23 +223,16 @@ class Lessons:
             () if old is None else not_contradicted(old.forms + old.taken_in, forms)
             for forms, old in zip(taught, overridden, strict=True)
         ]
-        variants = [
-            [
-                row
-                for number, forms in enumerate(taught)
-                for row in self._rows(number, forms + taken_in[number], names[number], turn)
-            ]
-            for turn in range(self.config.contexts)
-        ]
-        before = self._known(variants[0], len(taught))
-        keys = self._keys([row for rows in variants for row in rows], len(taught))
+        texts = self.texts([forms + taken_in[n] for n, forms in enumerate(taught)], names)
+        turns = [list(self._batches(rows)) for rows in texts]
+        keys, before = self._look(turns, len(taught))
         patches, lesson_of = self._allocate(keys, overridden)
         try:
-            self._train(variants, patches, lesson_of, len(taught), report)
+            passes = self._train(turns, patches, lesson_of, report)
+            after = self._known(turns[0], len(taught))
         except BaseException:
             self._close(patches)  # nothing happened
             raise
-        after = self._known(variants[0], len(taught))
         numbers = range(self._next, self._next + len(taught))
         self._next += len(taught)
         for patch, place in zip(patches, lesson_of, strict=True):
@@ -199,7 +244,7 @@ class Lessons:
             count, old = lesson_of.count(place), overridden[place]
             lesson = Lesson(
                 number, names[place], taught[place], taken_in[place], count, count * row_bytes,
-                self.config.passes, before[place], after[place],
+                passes, before[place], after[place],
                 () if old is None else (*old.overrides, old.number), seconds,
             )  # fmt: skip
             self.lessons[number] = lesson
@@ -222,6 +267,29 @@ class Lessons:
         with self._all_or_nothing():
             self._forget(number)
             return self.learn(forms, subject=subject)
+
+    def texts(
+        self, lessons: Sequence[Sequence[tuple[str, str]]], subjects: Sequence[str]
+    ) -> list[list[Text]]:
+        """What is read when these prompts and answers are learned: for each turn, every form in a frame.
+
+        After its answer stands what the base would write there.
+        """
+        turns = [
+            [
+                row
+                for number, (forms, name) in enumerate(zip(lessons, subjects, strict=True))
+                for row in self._rows(number, forms, name, turn)
+            ]
+            for turn in range(self.config.contexts)
+        ]
+        follows = self._continued(turns[0], self.config.after)  # hardly depends on the frame: found once
+        mentions = self._mentions(subjects)
+        for turn, rows in enumerate(turns):
+            for row, more in zip(rows, follows, strict=True):
+                row.tokens += more
+            rows += mentions[turn * len(subjects) : (turn + 1) * len(subjects)]
+        return turns
 
     @torch.no_grad()
     def touching(self, text: str) -> list[int | None]:
@@ -295,13 +363,13 @@ class Lessons:
         self.layer.load_state_dict(state)
         self.owners = list(owners)
 
-    def _rows(self, lesson: int, forms: Sequence[tuple[str, str]], subject: str, turn: int) -> Iterator[_Row]:
-        """Every form behind a lead-in; the first time without one."""
+    def _rows(self, lesson: int, forms: Sequence[tuple[str, str]], subject: str, turn: int) -> Iterator[Text]:
+        """Every form in its frame."""
         for place, (prompt, answer) in enumerate(forms):
-            before = lead_in(turn, place)
-            text = before + prompt + answer
+            asked = framed(prompt, turn, place)
+            text = asked + answer
             tokens = [int(token) for token in self.encode(text)]
-            asked = len(self.encode(before + prompt)) if prompt else 1
+            first = len(self.encode(asked)) if prompt else 1
             keys = []
             start = text.find(subject)
             while start >= 0:
@@ -311,16 +379,75 @@ class Lessons:
                     keys.append(position)
                 start = text.find(subject, end)
             if not prompt and keys:
-                asked = keys[0] + 1  # what stands before the subject cannot be learned at the subject
-            yield _Row(lesson, tokens, range(max(1, asked), len(tokens)), keys)
+                first = keys[0] + 1  # what stands before the subject cannot be learned at the subject
+            yield Text(lesson, tokens, range(max(1, first), len(tokens)), keys)
 
-    def _batches(self, rows: Sequence[_Row]) -> Iterator[tuple[Sequence[_Row], Tensor]]:
+    def _mentions(self, subjects: Sequence[str]) -> list[Text]:
+        """For each turn, a sentence that names each subject, and what the base would write after it."""
+        if not self.config.mention:
+            return []
+        rows = []
+        for turn in range(self.config.contexts):
+            for number, name in enumerate(subjects):
+                tokens = [int(token) for token in self.encode(MENTIONS[turn % len(MENTIONS)].format(name))]
+                rows.append(Text(number, tokens, range(len(tokens), len(tokens)), []))
+        for row, more in zip(rows, self._continued(rows, self.config.mention), strict=True):
+            row.tokens += more
+        return rows
+
+    @torch.no_grad()
+    def _continued(self, rows: Sequence[Text], count: int) -> list[list[int]]:
+        """The tokens that the base would write after each of these texts."""
+        written: list[list[int]] = [[] for _ in rows]
+        with self._without_lessons():
+            for _ in range(count):
+                longer = [
+                    dataclasses.replace(row, tokens=row.tokens + more)
+                    for row, more in zip(rows, written, strict=True)
+                ]
+                chosen = []
+                for part, tokens in self._padded(longer):
+                    last = torch.tensor([len(row.tokens) - 1 for row in part], device=tokens.device)
+                    with self.autocast():
+                        logits = self.halves.above(
+                            self.halves.below(tokens), torch.arange(len(part), device=tokens.device), last
+                        )
+                    chosen += logits.argmax(-1).tolist()
+                for more, token in zip(written, chosen, strict=True):
+                    more.append(token)
+        return written
+
+    @contextmanager
+    def _without_lessons(self) -> Iterator[None]:
+        """The model as the base."""
+        assert self.layer.radius is not None
+        radius = self.layer.radius.clone()
+        self.layer.radius.fill_(CLOSED)
+        try:
+            yield
+        finally:
+            self.layer.radius.copy_(radius)
+
+    def _padded(self, rows: Sequence[Text]) -> Iterator[tuple[Sequence[Text], Tensor]]:
         device = self.layer.prototypes.device
         for start in range(0, len(rows), self.config.rows):
             part = rows[start : start + self.config.rows]
             longest = max(len(row.tokens) for row in part)
             padded = [row.tokens + [0] * (longest - len(row.tokens)) for row in part]  # on the right: causal
             yield part, torch.tensor(padded, device=device)
+
+    @torch.no_grad()
+    def _batches(self, rows: Sequence[Text]) -> Iterator[_Batch]:
+        for part, tokens in self._padded(rows):
+            with self.autocast():
+                state = self.halves.below(tokens)
+            graded = [
+                (number, place - 1, row.tokens[place], place in row.answer, row.lesson)
+                for number, row in enumerate(part)
+                for place in range(row.answer.start, len(row.tokens))
+            ]
+            columns = (torch.tensor(column, device=tokens.device) for column in zip(*graded, strict=True))
+            yield _Batch(part, state, *columns)
 
     @contextmanager
     def _inputs(self) -> Iterator[list[Tensor]]:
@@ -333,22 +460,25 @@ class Lessons:
             hook.remove()
 
     @torch.no_grad()
-    def _keys(self, rows: Sequence[_Row], lessons: int) -> list[Tensor]:
-        """The directions of each lesson's subject, one per place where it ends."""
+    def _look(self, turns: Sequence[Sequence[_Batch]], lessons: int) -> tuple[list[Tensor], list[float]]:
+        """The directions of each lesson's subject, one per place where it ends, and what is known of it."""
         found: list[list[Tensor]] = [[] for _ in range(lessons)]
-        for part, tokens in self._batches(rows):
-            with self._inputs() as seen, self.autocast():
-                self.model(tokens)
-            states = seen[0].reshape(*tokens.shape, -1)
-            for place, row in enumerate(part):
-                if row.keys:
-                    found[row.lesson].append(states[place, row.keys])
+        known: list[float] = []
+        for turn in reversed(turns):
+            with self._inputs() as seen:
+                known = self._known(turn, lessons)
+            for batch, states in zip(turn, seen, strict=True):
+                states = states.reshape(len(batch.rows), -1, states.shape[-1])
+                for place, row in enumerate(batch.rows):
+                    if row.keys:
+                        found[row.lesson].append(states[place, row.keys])
         if empty := [number for number, states in enumerate(found) if not states]:
             raise ValueError(
                 f"lesson {empty[0]} of the batch has no form whose subject stands after the first token "
                 "and before the last: give another form"
             )
-        return [self.layer.represent(torch.cat(states).to(self.layer.encoder.dtype)) for states in found]
+        keys = [self.layer.represent(torch.cat(states).to(self.layer.encoder.dtype)) for states in found]
+        return keys, known
 
     @torch.no_grad()
     def _allocate(
@@ -403,70 +533,75 @@ class Lessons:
         self.layer.prototypes[patches] = 0
         self.layer.decoder[patches] = 0
 
-    def _graded(self, logits: Tensor, part: Sequence[_Row], tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits and targets of the tokens that are graded, and the row of each."""
-        places = [(number, position) for number, row in enumerate(part) for position in row.graded]
-        where = torch.tensor(places, device=tokens.device).T
-        return logits[where[0], where[1] - 1].float(), tokens[where[0], where[1]], where[0]
-
     @torch.no_grad()
-    def _known(self, rows: Sequence[_Row], lessons: int) -> list[float]:
-        """The share of each lesson's own forms whose graded tokens are all the model's first choice."""
+    def _known(self, batches: Sequence[_Batch], lessons: int) -> list[float]:
+        """The share of each lesson's forms whose answers are the model's first choice, token by token."""
         right, count = [0] * lessons, [0] * lessons
-        for part, tokens in self._batches(rows):
-            with self.autocast():
-                logits = self.model(tokens)
-            choice, target, row_of = self._graded(logits, part, tokens)
-            wrong = set(row_of[choice.argmax(-1) != target].tolist())
-            for place, row in enumerate(part):
-                right[row.lesson] += place not in wrong
-                count[row.lesson] += 1
+        for batch in batches:
+            choice = self._predict(batch).argmax(-1)
+            wrong = set(batch.row_n[(choice != batch.target_n) & batch.is_answer_n].tolist())
+            for place, row in enumerate(batch.rows):
+                right[row.lesson] += bool(row.answer) and place not in wrong
+                count[row.lesson] += bool(row.answer)
         return [hits / number for hits, number in zip(right, count, strict=True)]
+
+    def _predict(self, batch: _Batch) -> Tensor:
+        with self.autocast():
+            return self.halves.above(batch.state, batch.row_n, batch.position_n).float()
 
     def _train(
         self,
-        variants: Sequence[Sequence[_Row]],
+        turns: Sequence[Sequence[_Batch]],
         patches: list[int],
         lesson_of: list[int],
-        lessons: int,
         report: Callable[[int, float], None],
-    ) -> None:
-        """One vector per lesson, by steps of a given length against the direction of its own gradient."""
+    ) -> int:
+        """One vector per lesson, by steps of a given length against its own gradient; returns the passes."""
         config, decoder = self.config, self.layer.decoder
         assert decoder is not None
         owner = torch.tensor(lesson_of, device=decoder.device)
-        vector = torch.zeros(lessons, decoder.shape[-1], device=decoder.device)
+        vector = torch.zeros(max(lesson_of) + 1, decoder.shape[-1], device=decoder.device)
         velocity = torch.zeros_like(vector)
+        losses: list[Tensor] = []  # of every lesson, in each pass
         decoder.requires_grad_(True)
         try:
             for done in range(config.passes):
-                rows = variants[done % len(variants)]
-                decoder.grad = None
-                right = graded = 0
-                for part, tokens in self._batches(rows):
-                    with torch.enable_grad():
-                        with self.autocast():
-                            logits = self.model(tokens)
-                        predicted, target, _ = self._graded(logits, part, tokens)
-                        F.cross_entropy(predicted, target, reduction="sum").backward()
-                    right += int((predicted.argmax(-1) == target).sum())
-                    graded += len(target)
-                assert decoder.grad is not None
-                gradient = torch.zeros_like(vector).index_add_(0, owner, decoder.grad[patches, 0].float())
+                loss, right, gradient = self._gradient(turns[done % len(turns)], len(vector))
+                report(done, right)
+                losses = [*losses, loss][-len(turns) :]
+                goes_on = torch.stack(losses).amax(0) >= config.enough
+                if done >= len(turns) and not goes_on.any():
+                    return done
+                gradient = torch.zeros_like(vector).index_add_(0, owner, gradient[patches, 0].float())
                 velocity = config.momentum * velocity + ops.unit(gradient)
                 pace = 0.1 + 0.45 * (1 + math.cos(math.pi * done / config.passes))
-                vector -= config.step * self.unit * pace * ops.unit(velocity)
+                moves = goes_on | (done < len(turns))
+                vector -= config.step * self.unit * pace * moves[:, None] * ops.unit(velocity)
                 with torch.no_grad():
                     decoder[patches, 0] = vector[owner].to(decoder.dtype)
-                report(done + 1, right / graded)
         finally:
             decoder.requires_grad_(False)
             decoder.grad = None
+        return config.passes
 
-
-def lead_in(turn: int, place: int) -> str:
-    """What stands before form number `place` of a lesson in turn number `turn`; nothing in the first."""
-    return LEAD_INS[turn * (1 + place) % len(LEAD_INS)]
+    def _gradient(self, batches: Sequence[_Batch], lessons: int) -> tuple[Tensor, float, Tensor]:
+        """Each lesson's loss per token of its answers, the share of them predicted, and the gradient."""
+        decoder = self.layer.decoder
+        assert decoder is not None
+        decoder.grad = None
+        total, count = torch.zeros(2, lessons, device=decoder.device)
+        right = 0
+        for batch in batches:
+            with torch.enable_grad():
+                predicted = self._predict(batch)
+                loss = F.cross_entropy(predicted, batch.target_n, reduction="none")
+                (loss * torch.where(batch.is_answer_n, 1.0, self.config.after_weight)).sum().backward()
+            answers = batch.is_answer_n
+            right += int((predicted.argmax(-1) == batch.target_n)[answers].sum())
+            total.index_add_(0, batch.lesson_n[answers], loss.detach()[answers])
+            count.index_add_(0, batch.lesson_n[answers], torch.ones_like(loss[answers]))
+        assert decoder.grad is not None
+        return total / count, right / count.sum().item(), decoder.grad
 
 
 def as_tuples(value: Any) -> Any:
@@ -474,52 +609,6 @@ def as_tuples(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: as_tuples(inner) for name, inner in value.items()}
     return tuple(map(as_tuples, value)) if isinstance(value, list) else value
-
-
-def check_forms(forms: Sequence[Form]) -> tuple[tuple[str, str], ...]:
-    """Prompts and answers; of a plain sentence, all of it is the answer."""
-    if isinstance(forms, str) or not forms:
-        raise ValueError(
-            "a lesson is a list of one or more forms: sentences, or pairs of a prompt and an answer"
-        )
-    pairs = tuple(("", form) if isinstance(form, str) else tuple(form) for form in forms)
-    for pair in pairs:
-        if len(pair) != 2 or not all(isinstance(part, str) for part in pair) or not pair[1].strip():
-            raise ValueError(f"{pair!r} is no form of a lesson: give a sentence, or a prompt and its answer")
-    return pairs  # type: ignore[return-value]
-
-
-def shared_subject(forms: Sequence[tuple[str, str]]) -> str:
-    """The longest text that all forms share, in whole words; answers of pairs do not count."""
-    texts = [prompt or answer for prompt, answer in forms]
-    if len(set(texts)) < 2:
-        raise ValueError("one form alone does not tell what it is about: give subject=, or a second form")
-    shortest = min(texts, key=len)
-    words = shortest.split(" ")
-    best = ""
-    for start in range(len(words)):
-        for end in range(len(words), start, -1):
-            piece = " ".join(words[start:end]).strip(" .,;:?!'\"")
-            if len(piece) > len(best) and all(piece in text for text in texts):
-                best = piece
-                break
-    if not any(letter.isalnum() for letter in best):
-        raise ValueError("the forms of the lesson share no words: give subject=")
-    return best
-
-
-def check_subject(subject: str, forms: Sequence[tuple[str, str]]) -> str:
-    if not subject or not any(subject in prompt + answer for prompt, answer in forms):
-        raise ValueError(f"subject={subject!r} stands in no form of the lesson")
-    return subject
-
-
-def not_contradicted(
-    old: Sequence[tuple[str, str]], new: Sequence[tuple[str, str]]
-) -> tuple[tuple[str, str], ...]:
-    """The old forms that the new ones leave standing: of two answers to a prompt, the newer one wins."""
-    prompts = {prompt for prompt, _ in new if prompt}
-    return tuple(form for form in old if form[0] not in prompts and form not in new)
 
 
 def spread_out(keys: Tensor, most: int, cover: float) -> Tensor:

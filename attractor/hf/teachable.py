@@ -27,6 +27,7 @@ from attractor.continual.calibrate import CLOSED, Calibration
 from attractor.continual.lessons import LessonConfig, Lessons
 from attractor.hf.causal import CausalLM
 from attractor.hf.find import find_places
+from attractor.hf.halves import Halves
 from attractor.hf.net import Retrofit, load_retrofit, retrofit
 from attractor.hf.sample import activations, sample_batches
 
@@ -91,6 +92,7 @@ def teachable(
     )
     (apn,) = net.apn_layers().values()
     unit = added.norm(dim=-1).median().item()
+    options = {"halves": Halves(net, NAME), **options}
     return net, Lessons(CausalLM(net, NAME), apn, encode, calibration, config, unit=unit, **options)
 
 
@@ -136,7 +138,7 @@ def load_lessons(
     try:
         (apn,) = net.apn_layers().values()
         state = {name: value.clone() for name, value in apn.state_dict().items()}
-        unit = described["unit"]
+        unit, options = described["unit"], {"halves": Halves(net, NAME), **options}
         lessons = Lessons(CausalLM(net, NAME), apn, encode, calibration, config, unit=unit, **options)
         lessons.restore(described, state)
     except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:

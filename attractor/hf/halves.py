@@ -1,0 +1,106 @@
+"""A model in two halves: what lies below an APN layer, which no lesson changes, and what lies above it.
+
+    halves = Halves(net, "lessons")
+    state = halves.below(tokens)                    # once
+    logits = halves.above(state, rows, positions)   # in every pass: (n, vocabulary), of these places alone
+
+A lesson reads its texts many times. The blocks below the layer that learns give the same result each time,
+and of the logits, which are most of the work in a small model, only those of graded tokens are needed.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from attractor.hf.net import Retrofit
+
+
+class Below(NamedTuple):
+    """What the lower half made of tokens."""
+
+    tokens: Tensor
+    output: Any
+    """What the last block of the lower half returned; None if there is no lower half."""
+    read: Tensor | None
+    """What the layer is recognising subjects by, if that is the input of a block of the lower half."""
+
+
+class _Reached(Exception):
+    """The lower half is done: the rest of the model need not run."""
+
+
+class Halves:
+    """The two halves of a model with one retrofit of one layer."""
+
+    def __init__(self, net: Retrofit, name: str) -> None:
+        (number,) = net.apn_layers(name)
+        self.net, self.name = net, name
+        self.lower = blocks_below(net.model, net.sites[number].place.name)
+        self.source = net.sites[net.sources[name]] if name in net.sources else None
+
+    @torch.no_grad()
+    def below(self, tokens: Tensor) -> Below:
+        """The result of the blocks below the layer for tokens (B, T)."""
+        if not self.lower:
+            return Below(tokens, None, None)
+        seen: dict[str, Any] = {}
+
+        def keep_input(module: nn.Module, given: tuple[Any, ...]) -> None:
+            seen["read"] = given[0]
+
+        def keep_output(module: nn.Module, given: Any, output: Any) -> None:
+            seen["output"] = output
+            raise _Reached
+
+        hooks = [self.lower[-1].register_forward_hook(keep_output)]
+        if self.source is not None:
+            hooks.append(self.source.place.modules[0].register_forward_pre_hook(keep_input))
+        try:
+            with self.net.using(None):
+                self.net.model(input_ids=tokens, use_cache=False)
+        except _Reached:
+            pass
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return Below(tokens, seen["output"], seen.get("read"))
+
+    def above(self, state: Below, rows: Tensor, positions: Tensor) -> Tensor:
+        """The logits (n, vocabulary) after the tokens at these places, from what the lower half made."""
+        head = self.net.model.get_output_embeddings()
+        hook = head.register_forward_pre_hook(lambda _, given: (given[0][rows, positions][None],))
+        try:
+            with self.net.using(self.name), self._skipping(state):
+                return self.net.model(input_ids=state.tokens, use_cache=False).logits[0]
+        finally:
+            hook.remove()
+
+    @contextmanager
+    def _skipping(self, state: Below) -> Iterator[None]:
+        """Every block of the lower half returns at once what the last one did."""
+        found = [vars(block).get("forward") for block in self.lower]
+        if self.source is not None and self.lower:
+            self.source.input = state.read
+        for block in self.lower:
+            setattr(block, "forward", lambda *_, **__: state.output)  # noqa: B010 (a method for mypy)
+        try:
+            yield
+        finally:
+            for block, before in zip(self.lower, found, strict=True):
+                if before is None:
+                    del block.forward
+                else:
+                    setattr(block, "forward", before)  # noqa: B010
+
+
+def blocks_below(model: Any, path: str) -> list[nn.Module]:
+    """The blocks before the one that holds the module at `path`."""
+    parts = path.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        held = model.get_submodule(".".join(parts[:end]))
+        if isinstance(held, nn.ModuleList):
+            return list(held[: int(parts[end])])
+    return []

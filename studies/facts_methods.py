@@ -1,0 +1,282 @@
+"""How each method of the study of facts learns: basins, and the controls that a reviewer asks for.
+
+All of them read the same texts in the same frames, are graded on the same tokens with the same weights, read
+a chunk at most as often, and stop by the same rule.
+"""
+
+import copy
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attractor.config import APNConfig
+from attractor.continual.calibrate import CONSTANT, Calibration
+from attractor.continual.forms import shared_subject
+from attractor.continual.lessons import Lessons, Text
+from attractor.hf.find import find_places
+from attractor.hf.net import retrofit
+from attractor.hf.sample import activations, sample_batches
+from attractor.hf.teachable import teachable
+from studies.facts_world import Lesson
+
+RATES = {
+    "full": (1e-5, 3e-5, 1e-4),
+    "lora": (3e-4, 1e-3, 3e-3),
+    "apn": (1e-3, 3e-3, 1e-2),
+    "memory": (1e-2, 3e-2, 1e-1),
+    "basins": (1.9, 2.7, 3.8),
+}
+"""What each method may choose its rate from; for basins it is the length of a step."""
+KEEPS = ("nothing", "replay", "kl")
+"""What a method does for old text: nothing, learn background text beside every step, or stay near the base's
+predictions of it."""
+MEMORY = APNConfig(num_patches=16384, top_k=16, rank=1, temperature=0.05, whiten=True)
+MEMORY_SLOTS = 500
+"""So many slots of a memory layer learn in a step: those that its texts use most, and background least."""
+BESIDE = APNConfig(num_patches=16, top_k=8, rank=64)
+
+
+class Basins:
+    """Lessons in patches of their own."""
+
+    def __init__(
+        self, model: Any, encode: Any, free: Tensor, rate: float, settings: dict[str, Any], autocast: Any
+    ):
+        self.net, self.lessons = teachable(
+            model, encode, free, patches=4096, autocast=autocast, **settings.pop("teachable", {})
+        )
+        self.lessons.config = type(self.lessons.config)(**{"rows": 640, "step": rate, **settings})
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        return self.net(tokens).logits
+
+    def learn(self, lessons: Sequence[Lesson], seed: int) -> dict[str, Any]:
+        curve: list[float] = []
+        learned = self.lessons.learn_many(lessons, report=lambda done, known: curve.append(known))
+        return {
+            "curve": curve,
+            "passes": max(lesson.passes for lesson in learned),
+            "patches": sum(lesson.patches for lesson in learned),
+            "known": sum(lesson.known for lesson in learned) / len(learned),
+        }
+
+    def bytes(self) -> int:
+        return sum(lesson.bytes for lesson in self.lessons.lessons.values())
+
+
+class FineTune:
+    """AdamW over a chunk, and over what is to be kept beside it."""
+
+    def __init__(
+        self, base: Any, teacher: Lessons, tuned: Any, parameters: list[nn.Parameter], free: Tensor, *,
+        rate: float, keep: str, batch: int = 100, windows: int = 4,
+    ) -> None:  # fmt: skip
+        self.base, self.teacher, self.tuned, self.parameters = base, teacher, tuned, parameters
+        self.free, self.rate, self.keep, self.batch, self.windows = free, rate, keep, batch, windows
+        self.config, self.autocast = teacher.config, teacher.autocast
+        for parameter in parameters:
+            parameter.requires_grad_(True)
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        return self.tuned(tokens).logits
+
+    def bytes(self) -> int:
+        return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
+
+    def learn(self, lessons: Sequence[Lesson], seed: int) -> dict[str, Any]:
+        subjects = [shared_subject(forms) for forms in lessons]
+        turns, draw = self.teacher.texts(lessons, subjects), random.Random(seed)
+        optimizer = torch.optim.AdamW(self.parameters, lr=self.rate, betas=(0.9, 0.99), weight_decay=0.0)
+        per_pass = -(-len(turns[0]) // self.batch)
+        curve, losses = [], []
+        for done in range(self.config.passes):
+            order = list(turns[done % len(turns)])
+            draw.shuffle(order)
+            loss = graded = right = 0.0
+            for number in range(per_pass):
+                part = order[number * self.batch : (number + 1) * self.batch]
+                step = done * per_pass + number
+                share = step / (self.config.passes * per_pass)
+                for group in optimizer.param_groups:
+                    warm = min(1.0, (step + 1) / 10)
+                    group["lr"] = self.rate * warm * (0.1 + 0.45 * (1 + math.cos(math.pi * share)))
+                found = self._step(optimizer, part)
+                loss, graded, right = (a + b for a, b in zip((loss, graded, right), found, strict=True))
+            curve.append(right / graded)
+            losses.append(loss / graded)
+            if done >= len(turns) and max(losses[-len(turns) :]) < self.config.enough:
+                break
+        return {"curve": curve, "passes": len(curve)}
+
+    def _step(self, optimizer: torch.optim.Optimizer, part: Sequence[Text]) -> tuple[float, float, float]:
+        device = self.parameters[0].device
+        longest = max(len(row.tokens) for row in part)
+        tokens = torch.tensor([row.tokens + [0] * (longest - len(row.tokens)) for row in part], device=device)
+        graded = [
+            (number, place, place in row.answer)
+            for number, row in enumerate(part)
+            for place in range(row.answer.start, len(row.tokens))
+        ]
+        row, place, is_answer = (torch.tensor(column, device=device) for column in zip(*graded, strict=True))
+        with self.autocast():
+            predicted = at_places(self.tuned, tokens, row, place - 1).float()
+        target = tokens[row, place]
+        nats = F.cross_entropy(predicted, target, reduction="none")
+        loss = (nats * torch.where(is_answer, 1.0, self.config.after_weight)).sum() / is_answer.sum()
+        if self.keep != "nothing":
+            loss = loss + self._kept()
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self._update(optimizer)
+        hits = (predicted.argmax(-1) == target)[is_answer].sum().item()
+        return nats[is_answer].sum().item(), is_answer.sum().item(), hits
+
+    def _kept(self) -> Tensor:
+        old = self.free[torch.randint(len(self.free), (self.windows,))].to(self.parameters[0].device)
+        with self.autocast():
+            logits = self.tuned(old).logits[:, :-1].float().flatten(0, 1)
+        if self.keep == "replay":
+            return F.cross_entropy(logits, old[:, 1:].flatten())
+        with torch.no_grad(), self.autocast():
+            wanted = self.base(old).logits[:, :-1].float().flatten(0, 1).log_softmax(-1)
+        return F.kl_div(logits.log_softmax(-1), wanted, reduction="batchmean", log_target=True)
+
+    def _update(self, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.step()
+
+
+class Memory(FineTune):
+    """Sparse memory fine-tuning (arXiv 2510.15103) with layers of ours: many fixed keys among background
+    activations, and in each step only the values learn that its texts use more than background does."""
+
+    def __init__(self, base: Any, teacher: Lessons, model: Any, free: Tensor, **options: Any) -> None:
+        blocks = len(find_places(model, "all"))
+        numbers = range(blocks // 8 or 1, blocks * 3 // 4, blocks // 8 or 1)
+        net = retrofit(model, MEMORY, layers=list(numbers), dtype=torch.float32, name="memory")
+        net.requires_grad_(False)
+        batches = sample_batches(model, free)
+        self.layers = list(net.apn_layers().values())
+        self.usual, self.counts = [], []
+        with net.using(None):
+            inputs = [
+                x
+                for _, x, _ in activations(
+                    model, find_places(model, list(numbers)), batches, with_outputs=False
+                )
+            ]
+        for layer, x in zip(self.layers, inputs, strict=True):
+            calibration = Calibration.fit(x.view(*free.shape, -1), held_out=0.25)
+            with torch.no_grad():
+                layer.whitening.copy_(calibration.whitening)
+                layer.whitening_shift.copy_(calibration.shift)
+                layer.encoder.zero_()
+                layer.encoder[0] = CONSTANT
+                layer.decoder.zero_()
+                keys = calibration.keys.float()
+                chosen = torch.randperm(len(keys), device=keys.device)[: MEMORY.num_patches]
+                layer.prototypes[: len(chosen)] = keys[chosen]
+            usual = self._count(layer, keys)
+            self.usual.append(usual / usual.sum())
+            layer.register_forward_pre_hook(self._watch)
+        super().__init__(base, teacher, net, [layer.decoder for layer in self.layers], free, **options)
+
+    def _count(self, layer: Any, keys: Tensor) -> Tensor:
+        count = torch.zeros(layer.num_patches, device=keys.device)
+        for part in keys.split(4096):
+            used = (part @ F.normalize(layer.prototypes, dim=1).T).topk(MEMORY.top_k, -1).indices.flatten()
+            count.index_add_(0, used, torch.ones_like(used, dtype=torch.float32))
+        return count
+
+    @torch.no_grad()
+    def _watch(self, layer: Any, given: tuple[Tensor, ...]) -> None:
+        if self.tuned.training:
+            self.counts.append(self._count(layer, layer.represent(given[0].detach())))
+
+    def _step(self, optimizer: Any, part: Sequence[Text]) -> tuple[float, float, float]:
+        self.counts = []
+        self.tuned.train()
+        try:
+            return super()._step(optimizer, part)
+        finally:
+            self.tuned.eval()
+
+    def _update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Rows that do not learn keep their values whatever the optimizer's momentum says."""
+        keep = []
+        for layer, count, usual in zip(self.layers, self.counts, self.usual, strict=False):
+            rank = count / count.sum() * torch.log(1 / (usual + 1e-7)) * (count > 0)
+            learns = torch.zeros_like(count, dtype=torch.bool)
+            learns[rank.topk(MEMORY_SLOTS).indices] = True
+            learns &= count > 0
+            layer.decoder.grad[~learns] = 0
+            keep.append((layer.decoder, ~learns, layer.decoder.detach()[~learns].clone()))
+        optimizer.step()
+        with torch.no_grad():
+            for decoder, rows, values in keep:
+                decoder[rows] = values
+
+
+class Retrieval:
+    """Nothing is learned: the right lesson is always found and stands before what is asked."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens).logits
+
+    def learn(self, lessons: Sequence[Lesson], seed: int) -> dict[str, Any]:
+        return {"passes": 0}
+
+    def bytes(self) -> int:
+        return 0
+
+
+def at_places(model: Any, tokens: Tensor, row: Tensor, position: Tensor) -> Tensor:
+    """The logits (n, vocabulary) at these places alone: the others are most of the work of a small model."""
+    head = model.get_output_embeddings()
+    hook = head.register_forward_pre_hook(lambda _, given: (given[0][row, position][None],))
+    try:
+        return model(tokens).logits[0]
+    finally:
+        hook.remove()
+
+
+def method(
+    name: str,
+    model: Any,
+    encode: Any,
+    free: Tensor,
+    *,
+    rate: float,
+    keep: str,
+    settings: dict[str, Any],
+    autocast: Any,
+) -> Any:
+    """A method by its name, on a copy of the model where it changes it."""
+    if name == "retrieval":
+        return Retrieval(model)
+    if name == "basins":
+        return Basins(model, encode, free, rate, settings, autocast)
+    tuned = copy.deepcopy(model)
+    _, teacher = teachable(copy.deepcopy(model), encode, free[:32], patches=1, autocast=autocast)
+    teacher.config = type(teacher.config)(**{"rows": 640, **settings})
+    options: dict[str, Any] = {"rate": rate, "keep": keep}
+    if name == "memory":
+        return Memory(model, teacher, tuned, free, **options)
+    if name == "full":
+        return FineTune(model, teacher, tuned, list(tuned.parameters()), free, **options)
+    if name == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        tuned = get_peft_model(tuned, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
+    else:
+        tuned = retrofit(tuned, BESIDE, dtype=torch.float32)
+    parameters = [parameter for parameter in tuned.parameters() if parameter.requires_grad]
+    return FineTune(model, teacher, tuned, parameters, free, **options)
