@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from attractor import APN, analysis, ops
-from attractor.experiments.result import write_result
+from attractor.results import write_result
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import paper

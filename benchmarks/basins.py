@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from attractor import APN
-from attractor.experiments.result import write_result
+from attractor.results import write_result
 
 SHAPES = [  # dim, tokens, patches, rank, top_k
     (384, 16384, 256, 32, 4),

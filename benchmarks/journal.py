@@ -16,7 +16,7 @@ from typing import get_args
 import numpy as np
 import torch
 
-from attractor.experiments.result import write_result
+from attractor.results import write_result
 from attractor.serve.journal import Journal, SyncName
 
 SIZES = {"1 KB": 1 << 10, "100 KB": 100 << 10, "1 MB": 1 << 20}

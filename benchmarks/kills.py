@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from attractor.checkpoint import Checkpoints
-from attractor.experiments.result import write_result
+from attractor.results import write_result
 
 WORDS = ["to", "be", "or", "not", "that", "is", "the", "question"]
 STEPS = 1500

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from crashes import SOURCES, TEXT, kills, learner, live_hash, serve
 
-from attractor.experiments.result import write_result
+from attractor.results import write_result
 from attractor.serve.engine import Job
 from attractor.serve.errors import Busy
 from attractor.serve.rules import Rules

@@ -19,8 +19,8 @@ from attractor import presets
 from attractor.config import APNConfig, GPTConfig, TrainConfig
 from attractor.continual.config import AllocationConfig, GateConfig, LearnConfig
 from attractor.continual.learner import OnlineLearner
-from attractor.experiments.result import write_result
 from attractor.model import GPT
+from attractor.results import write_result
 from attractor.trainer import make_optimizer
 
 

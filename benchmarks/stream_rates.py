@@ -1,6 +1,6 @@
 """Do guarded learners gain from steps that get smaller with the age of an overlay, or of a copy?
 
-The stream of `attractor experiment shifts`, at constant rates and at rates that fall:
+The stream of `python -m studies shifts`, at constant rates and at rates that fall:
 
 python benchmarks/stream_rates.py --size smoke --out runs/stream-rates --result runs/stream-rates.json
 python benchmarks/stream_rates.py --size full --jobs 12 --rates 0.0003 0.001 --horizons 16384 65536 ...
@@ -16,15 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from attractor.cli.experiments import named_texts
 from attractor.config import check_number, check_size
-from attractor.experiments.benchmark import Benchmark
-from attractor.experiments.grid import Inquiry, ask
-from attractor.experiments.plan import HOME
-from attractor.experiments.result import write_result
-from attractor.experiments.shifts import stream_order
-from attractor.experiments.statistics import or_nan, transfer
-from attractor.experiments.streams import COPIES, GUARDED, LEARNERS
+from attractor.results import write_result
+from studies.cells import Benchmark
+from studies.grid import Inquiry, ask
+from studies.plan import HOME, named_texts
+from studies.shifts import stream_order
+from studies.statistics import or_nan, transfer
+from studies.streams import COPIES, GUARDED, LEARNERS
 
 METHODS = (GUARDED, *COPIES)
 

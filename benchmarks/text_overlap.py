@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from attractor.experiments.plan import HOME, PAPER, TARGETS, domain, plan_of, read_domains
-from attractor.experiments.result import write_result
+from attractor.results import write_result
+from studies.plan import HOME, PAPER, TARGETS, domain, plan_of, read_domains
 
 WORDS = 5
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attractor.continual.guard import Guard
-from attractor.experiments.result import write_result
+from attractor.results import write_result
 from attractor.hf.pretrained import load_pretrained
 from attractor.hf.teachable import cut
 from studies.facts_methods import KEEPS, RATES, Basins, method

@@ -92,6 +92,6 @@ def texts(tmp_path_factory):
 @pytest.fixture(scope="module")
 def bench(texts, tmp_path_factory):
     """The smallest size on those, with cells that a module shares."""
-    from attractor.experiments.benchmark import Benchmark  # not before the interpreter is chosen
+    from studies.cells import Benchmark  # not before the interpreter is chosen
 
     return Benchmark("smoke", tmp_path_factory.mktemp("bench"), domains=texts, device="cpu")

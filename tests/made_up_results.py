@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from attractor.experiments import forgetting, page, shifts
-from attractor.experiments.readings import Result
-from attractor.experiments.statistics import transfer
+from studies import forgetting, shifts
+from studies.report import page
+from studies.report.readings import Result
+from studies.statistics import transfer
 
 ROOT = Path(__file__).parent.parent
 EVIL = 'dense, <script>alert(1)</script> & "more" | `code`'

@@ -14,13 +14,13 @@ from torch.nn import functional as F
 
 from attractor.config import APNConfig, RunConfig
 from attractor.continual.overlay import fingerprint
-from attractor.experiments import adapting, forgetting, match, rates, sensitivity, shifts, streams
-from attractor.experiments.benchmark import Benchmark, slug
-from attractor.experiments.grid import CellsFailed, GridStopped, cell_file
-from attractor.experiments.methods import METHODS, Situation
-from attractor.experiments.plan import FOLIO, HOME, KINDS, PAPER, PAPER_BYTES, domain, plan_of, read_domains
-from attractor.experiments.result import write_result
 from attractor.model import GPT
+from attractor.results import write_result
+from studies import adapting, forgetting, match, rates, sensitivity, shifts, streams
+from studies.cells import Benchmark, slug
+from studies.grid import CellsFailed, GridStopped, cell_file
+from studies.methods import METHODS, Situation
+from studies.plan import FOLIO, HOME, KINDS, PAPER, PAPER_BYTES, domain, plan_of, read_domains
 
 
 def situation(kind, **changes):

@@ -1,16 +1,12 @@
 """The command line, in process: what a person types, sees and gets back."""
 
-import dataclasses
 import json
 import random
 import shlex
 
 import pytest
 
-from attractor import cli, presets
-from attractor.cli import experiments
-from attractor.data import prepare
-from attractor.experiments import table1
+from attractor import cli
 from attractor.version import __version__
 
 FAST = shlex.split(
@@ -97,29 +93,11 @@ def test_small_verbs(capsys):
     shown = capsys.readouterr().out
     assert "grouped    yes" in shown
     assert "triton     " in shown
-    assert run("experiment", "list") == 0
+    assert run("experiment", "shifts", "--size", "full") == 1
+    assert "python -m studies list" in capsys.readouterr().err
     with pytest.raises(SystemExit) as stop:
         run("--help")
     assert stop.value.code == 0
-
-
-def test_table1(text, capsys, monkeypatch):
-    def small(model, size):
-        config = presets.NAMES[f"tiny_{model}"]()
-        shape = dataclasses.replace(config.model, context=8, num_layers=1, dim=16)
-        train = dataclasses.replace(config.train, max_steps=4, batch_size=2, eval_interval=2)
-        return dataclasses.replace(config, model=shape, train=train)
-
-    monkeypatch.setattr(table1, "run_config", small)
-    monkeypatch.setattr(experiments, "dataset_of", lambda config: prepare(text, "data/words"))
-    assert run("experiment", "table1", "--device", "cpu", "--result", "out.json") == 0
-    shown = capsys.readouterr().out
-    result = json.loads((text.parent / "out.json").read_text())
-    assert set(result["rows"]) == {"dense", "apn"}
-    assert f"{result['rows']['apn']['val_ppl']:.3f}" in shown
-    assert result["rows"]["apn"]["usage_entropy"] > 0
-    assert result["rows"]["dense"]["usage_entropy"] is None
-    assert {"commit", "versions", "machine"} <= set(result["provenance"])
 
 
 @pytest.mark.parametrize(
@@ -132,12 +110,6 @@ def test_table1(text, capsys, monkeypatch):
         (["bench", "train", "--steps", "0"], "steps=0 must be a positive integer"),
         (["bench", "decode", "--streams", "0", "--device", "cpu"], "streams=0 must be a positive integer"),
         (["demo", "--steps", "0"], "steps=0 must be a positive integer"),
-        (["experiment", "table1", "--device", "cuda:99"], "GPUs here"),
-        (["experiment", "table1", "--models"], "names no model"),
-        (["experiment", "table2", "--seed", "-1"], "seed=-1 must be an integer"),
-        (["experiment", "shifts", "--minutes", "nan"], "minutes=nan must be a number, 0 or more"),
-        (["experiment", "shifts", "--mixture"], "the mixture is empty"),
-        (["experiment", "match", "--domain", "a=x.txt", "a=y.txt"], "names 'a' twice: x.txt and y.txt"),
         (["bench", "layer", "--device", "meta"], "device='meta' holds no numbers"),
     ],
 )

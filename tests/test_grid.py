@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attractor.experiments.grid import (
+from studies.grid import (
     CellsFailed,
     GridStopped,
     alone_in,
@@ -19,7 +19,7 @@ from attractor.experiments.grid import (
     origins,
     run_inquiries,
 )
-from attractor.experiments.readings import provenance
+from studies.report.readings import provenance
 
 both_ways = pytest.mark.parametrize("jobs", [1, 2])
 KEPT = []

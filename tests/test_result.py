@@ -6,7 +6,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attractor.experiments.result import write_result
+from attractor.results import write_result
 
 numbers = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
 texts = st.text() | st.just("[\n1,\n2]") | st.just('a "[ 1, 2 ]" b')

@@ -9,10 +9,11 @@ from xml.etree import ElementTree
 import pytest
 from made_up_results import FORGETTING, MATCH, RETROFIT, SHIFTS, Page, put
 
-from attractor import cli
-from attractor.experiments import page, results_doc
-from attractor.experiments.readings import Result, read
-from attractor.experiments.tables import Cell, Column, Table, markdown, number
+from studies import __main__ as cli
+from studies.report import markdown as results_doc
+from studies.report import page
+from studies.report.readings import Result, read
+from studies.report.tables import Cell, Column, Table, markdown, number
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert "docs/results.md" in capsys.readouterr().out
     text = Path("docs/results.md").read_text()
     assert text.split("\n\n")[1].startswith(
-        "This page is generated from the JSON of results by `attractor report "
+        "This page is generated from the JSON of results by `python -m studies report "
     )
     assert " ".join(command) in text
     for target in re.findall(r"\]\(([^)#:]+)\)", text):

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from made_up_results import CELLS, FORGETTING, GUARDED, MATCH, ROOT, SENSITIVITY, SHIFTS, Page, rendered
 
-from attractor.experiments import accounts, plots, readings
-from attractor.experiments.charts import Box, keep_apart
-from attractor.experiments.readings import Result
-from attractor.experiments.statistics import gain_fraction
+from studies.report import accounts, plots, readings
+from studies.report.charts import Box, keep_apart
+from studies.report.readings import Result
+from studies.statistics import gain_fraction
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,11 @@ import attractor
 from attractor import cli, corpora
 from attractor.cli.common import INTERRUPTED
 from attractor.data import Batches
-from attractor.experiments import retrofit as experiment
 from attractor.hf import CausalLM, pretrained
 from attractor.hf.pretrained import load_pretrained
 from attractor.hf.teach import teach
 from attractor.tokenizer import PretrainedTokenizer, load
+from studies import retrofit as experiment
 
 tokenizers = pytest.importorskip("tokenizers")
 WORDS = "to be or not to be that is the question whether tis nobler in the mind to suffer"

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from attractor.experiments import statistics
-from attractor.experiments.statistics import _t_95, gain_fraction, hypervolume, interval, transfer
+from studies import statistics
+from studies.statistics import _t_95, gain_fraction, hypervolume, interval, transfer
 
 
 def test_intervals():

@@ -19,11 +19,11 @@ from attractor.continual.overlay import fingerprint
 from attractor.continual.update import NotFiniteUpdate
 from attractor.data import Batches
 from attractor.evaluate import evaluate
-from attractor.experiments.adapting import Meter
-from attractor.experiments.methods import Situation
-from attractor.experiments.plan import HOME, plan_of
-from attractor.experiments.streams import COPIES, GUARDED, LEARNERS, GuardedCopies, Online
 from attractor.model import GPT
+from studies.adapting import Meter
+from studies.methods import Situation
+from studies.plan import HOME, plan_of
+from studies.streams import COPIES, GUARDED, LEARNERS, GuardedCopies, Online
 
 PLAN = dataclasses.replace(plan_of("smoke"), batch_size=16)
 

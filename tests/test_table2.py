@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from attractor import presets
+from attractor import health, presets
 from attractor.checkpoint import find_model
 from attractor.data import prepare
-from attractor.experiments import health, table2
-from attractor.experiments.table2 import ROWS, Recipe, retention_at, verdict
 from attractor.model import GPT
+from studies import table2
+from studies.table2 import ROWS, Recipe, retention_at, verdict
 
 
 @pytest.fixture

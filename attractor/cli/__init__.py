@@ -8,29 +8,20 @@ import tyro
 
 from attractor import presets
 from attractor.cli.bench import BenchDecode, BenchLayer, BenchTrain
-from attractor.cli.common import INTERRUPTED
+from attractor.cli.common import INTERRUPTED, MISTAKES
 from attractor.cli.continual import Adapt, Monitor, Overlays
 from attractor.cli.data import DataList, DataPrepare
-from attractor.cli.experiments import (
-    Demo,
-    ExperimentList,
-    Forgetting,
-    Match,
-    RetrofitExperiment,
-    Sensitivity,
-    Shifts,
-    Table1,
-    Table2,
-)
+from attractor.cli.demo import Demo
 from attractor.cli.models import Info, Sample, Train
-from attractor.cli.report import Report
 from attractor.cli.retrofit import RetrofitModel
 from attractor.cli.serve import JournalCommand, Keys, Serve
-from attractor.continual.update import NotFiniteUpdate
-from attractor.corpora import CorpusUnavailable
-from attractor.experiments.grid import CellsFailed, GridStopped
-from attractor.trainer import NotFiniteLoss
 from attractor.version import __version__
+
+MOVED = (
+    "attractor: `attractor {}` is no command any more. What reproduces the paper and the benchmark is in the "
+    "folder studies/ of the repository: there, `python -m studies list` names the studies, and "
+    "`python -m studies report` shows their results"
+)
 
 
 def _commands() -> Any:
@@ -57,18 +48,6 @@ def _commands() -> Any:
         | Annotated[JournalCommand, verb("journal")]
         | Annotated[Demo, verb("demo")]
         | Annotated[
-            Annotated[ExperimentList, verb("list")]
-            | Annotated[Table1, verb("table1")]
-            | Annotated[Table2, verb("table2")]
-            | Annotated[Forgetting, verb("forgetting")]
-            | Annotated[Shifts, verb("shifts")]
-            | Annotated[Sensitivity, verb("sensitivity")]
-            | Annotated[Match, verb("match")]
-            | Annotated[RetrofitExperiment, verb("retrofit")],
-            verb("experiment", description="Reproduce a table or a figure."),
-        ]
-        | Annotated[Report, verb("report")]
-        | Annotated[
             Annotated[BenchLayer, verb("layer")]
             | Annotated[BenchTrain, verb("train")]
             | Annotated[BenchDecode, verb("decode")],
@@ -83,22 +62,15 @@ def main(arguments: list[str] | None = None) -> int:
     if arguments == ["--version"]:
         print(f"attractor {__version__}")
         return 0
+    if arguments[:1] in (["experiment"], ["report"]):
+        print(MOVED.format(arguments[0]), file=sys.stderr)
+        return 1
     try:
         command = tyro.cli(_commands(), args=arguments, prog="attractor", description=__doc__)
         return command.run() or 0
-    except (
-        ValueError,
-        OSError,
-        CorpusUnavailable,
-        NotFiniteLoss,
-        NotFiniteUpdate,
-        CellsFailed,
-    ) as error:
+    except MISTAKES as error:
         print(f"attractor: {error}", file=sys.stderr)
         return 1
-    except GridStopped as stopped:
-        print(f"attractor: {stopped}", file=sys.stderr)
-        return INTERRUPTED
     except KeyboardInterrupt:
         print("attractor: interrupted; what was saved is kept", file=sys.stderr)
         return INTERRUPTED

@@ -8,7 +8,7 @@ import torch
 
 from attractor import bench, distributed, presets
 from attractor.config import check_choice, check_size
-from attractor.experiments.result import write_result
+from attractor.results import write_result
 
 
 @dataclass(kw_only=True)

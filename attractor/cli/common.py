@@ -9,12 +9,17 @@ import numpy as np
 
 from attractor.checkpoint import find_model
 from attractor.config import RunConfig
+from attractor.continual.update import NotFiniteUpdate
+from attractor.corpora import CorpusUnavailable
 from attractor.data import Dataset, prepare, read_text
 from attractor.tokenizer import Tokenizer, describe
 from attractor.tokenizer import load as load_tokenizer
+from attractor.trainer import NotFiniteLoss
 
 INTERRUPTED = 75
 """Exit code of a run that a signal stopped after saving: run it again with --resume auto."""
+MISTAKES = (ValueError, OSError, CorpusUnavailable, NotFiniteLoss, NotFiniteUpdate)
+"""What a person is told in a line, and not by a traceback."""
 
 
 def dataset_of(config: RunConfig) -> Dataset:

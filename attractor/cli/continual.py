@@ -10,7 +10,7 @@ from typing import Annotated, Any, cast
 import numpy as np
 import tyro
 
-from attractor import distributed
+from attractor import distributed, health
 from attractor.checkpoint import find_model
 from attractor.cli.common import INTERRUPTED, known_tokens, validation_text
 from attractor.config import RunConfig, check_size
@@ -19,9 +19,8 @@ from attractor.continual.guard import BASE
 from attractor.continual.guarded import GuardedLearner
 from attractor.continual.learner import OnlineLearner
 from attractor.continual.stream import adapt
-from attractor.experiments import health
-from attractor.experiments.result import write_result
 from attractor.model import GPT
+from attractor.results import write_result
 from attractor.tokenizer import Tokenizer
 from attractor.tokenizer import load as load_tokenizer
 from attractor.trainer import stop_on_signal

@@ -1,6 +1,6 @@
 """A real model learns a domain it knows badly: full fine-tuning, LoRA, APN beside its FFNs, and the guard.
 
-    attractor experiment retrofit --domain law=german.txt --retain news=news.txt --jobs 2
+    python -m studies retrofit --domain law=german.txt --retain news=news.txt --jobs 2
 
 SmolLM2-135M (dequantised from 4 bits) sees the same tokens by every method; each has its best learning rate
 of the same few on the first domain's validation text, and is taken where it predicts its own domain's
@@ -22,13 +22,13 @@ from attractor.continual.guard import Guard
 from attractor.data import read_text
 from attractor.distributed import parse_device
 from attractor.evaluate import autocast, token_losses
-from attractor.experiments.adapting import blocks
-from attractor.experiments.grid import Inquiry, Report, Settings, Values, ask_each, origins, run_inquiries
-from attractor.experiments.plan import device_of, tensor_cores
-from attractor.experiments.rates import or_worst
-from attractor.experiments.result import write_result
-from attractor.experiments.statistics import interval
 from attractor.model import GPT
+from attractor.results import write_result
+from studies.adapting import blocks
+from studies.grid import Inquiry, Report, Settings, Values, ask_each, origins, run_inquiries
+from studies.plan import device_of, tensor_cores
+from studies.rates import or_worst
+from studies.statistics import interval
 
 Size = Literal["smoke", "full"]
 LORA, WIDE_LORA, LORA_ON_ALL = "LoRA on FFN", "LoRA on FFN, rank 96", "LoRA on all, rank 16"

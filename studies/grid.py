@@ -25,7 +25,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 import torch
 
 from attractor.config import check_size
-from attractor.experiments.result import write_result
+from attractor.results import write_result
 
 log = logging.getLogger("attractor")
 

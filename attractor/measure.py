@@ -1,58 +1,24 @@
-"""The paper's Table 1: a dense and an APN model of the same shape, trained alike on char Shakespeare.
-
-attractor experiment table1 --size smoke      about two minutes on two CPU cores
-attractor experiment table1 --size paper      the paper's settings, one GPU
-"""
+"""Train a model and measure its best checkpoint: perplexity, parameters, arithmetic, speed and memory."""
 
 import dataclasses
 import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from attractor import analysis, presets
+from attractor import analysis
 from attractor.checkpoint import find_model, read_metrics
 from attractor.config import RunConfig
 from attractor.data import Batches, Dataset
 from attractor.evaluate import evaluate
-from attractor.experiments.result import write_result
 from attractor.model import GPT
 from attractor.trainer import Trainer
 
-PAPER = {
-    "dense": {"val_ppl": 4.32, "parameters": 10.65e6, "minutes": 7.4, "mfu": 0.067},
-    "apn": {"val_ppl": 4.57, "parameters": 23.21e6, "minutes": 42.8, "mfu": 0.022},
-}
-Size = Literal["smoke", "paper"]
 Report = Callable[[dict[str, Any]], None]
-
-
-def run_config(model: str, size: Size) -> RunConfig:
-    if size == "paper":
-        return presets.NAMES[f"paper_{model}"]()
-    config = presets.NAMES[f"tiny_{model}"]()
-    train = dataclasses.replace(config.train, max_steps=300, eval_interval=100, checkpoint_interval=300)
-    return dataclasses.replace(config, train=train)
-
-
-def run_one(
-    model: str,
-    size: Size,
-    dataset: Dataset,
-    folder: Path,
-    *,
-    device: str | None = None,
-    report: Report = print,
-) -> dict[str, Any]:
-    """One row of the table."""
-    return train_and_measure(
-        run_config(model, size), dataset, folder, sampled_batches=200 if size == "paper" else 20,
-        device=device, report=report,
-    )  # fmt: skip
 
 
 def train_and_measure(
@@ -118,47 +84,3 @@ def random_batch_loss(model: GPT, dataset: Dataset, config: RunConfig, *, batche
         logits = model(inputs.to(device))
         total += float(F.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten()))
     return total / batches
-
-
-def table(rows: dict[str, dict[str, Any]], size: Size) -> str:
-    """The paper's table with ours beside it, from the JSON of a result."""
-    columns = ("model", "val PPL", "random batches", "best step", "parameters", "active", "time")
-    lines = [" ".join(f"{column:>14s}" for column in columns)]
-
-    def line(*cells: str) -> None:
-        lines.append(" ".join(f"{cell:>14s}" for cell in cells))
-
-    for name, row in rows.items():
-        line(
-            name,
-            f"{row['val_ppl']:.3f}",
-            f"{row['val_ppl_random_batches']:.3f}",
-            f"{row['best_step']}",
-            f"{row['parameters'] / 1e6:.2f}M",
-            f"{row['active_parameters'] / 1e6:.2f}M",
-            f"{row['training_seconds']:.0f} s",
-        )
-        if size == "paper":
-            paper = PAPER[name]
-            parameters, seconds = f"{paper['parameters'] / 1e6:.2f}M", f"{paper['minutes'] * 60:.0f} s"
-            line(f"{name} (paper)", "", f"{paper['val_ppl']:.2f}", "", parameters, "", seconds)
-    return "\n".join(lines)
-
-
-def run(
-    size: Size,
-    dataset: Dataset,
-    folder: Path,
-    result: Path,
-    *,
-    device: str | None = None,
-    models: tuple[str, ...] = ("dense", "apn"),
-    report: Report = print,
-) -> dict[str, Any]:
-    """Both rows, then the result file. Finished rows are not trained again."""
-    rows = {
-        model: run_one(model, size, dataset, folder / model, device=device, report=report) for model in models
-    }
-    values = {"experiment": "table1", "size": size, "rows": rows, "paper": PAPER if size == "paper" else None}
-    write_result(result, values)
-    return values

@@ -15,13 +15,13 @@ from attractor.continual.guard import Guard
 from attractor.continual.overlay import Branch, fingerprint
 from attractor.data import Batches
 from attractor.evaluate import autocast, evaluate
-from attractor.experiments.adapting import situation
-from attractor.experiments.grid import Settings, Values
-from attractor.experiments.methods import METHODS, PAPER_ROLES
-from attractor.experiments.plan import Plan, device_of, domain, load_base, plan_of
 from attractor.generate import sample
 from attractor.layer import mode
 from attractor.model import GPT
+from studies.adapting import situation
+from studies.grid import Settings, Values
+from studies.methods import METHODS, PAPER_ROLES
+from studies.plan import Plan, device_of, domain, load_base, plan_of
 
 HARMS = ("random", "huge", "trained to be wrong", "trained against the guard")
 

@@ -22,20 +22,17 @@ from attractor.continual.baselines import FineTune
 from attractor.continual.config import GuardConfig, LearnConfig, UpdateConfig
 from attractor.continual.guarded import GuardedLearner
 from attractor.data import Dataset, read_text, windows
+from attractor.demo.report import TITLES, comparison, learned, render, specialists, verdict
 from attractor.evaluate import evaluate, routing
-from attractor.experiments.report import TITLES, comparison, learned, render, specialists, verdict
-from attractor.experiments.result import write_result
-from attractor.experiments.table1 import train_and_measure
 from attractor.generate import generate
+from attractor.measure import train_and_measure
 from attractor.model import GPT
+from attractor.results import write_result
 from attractor.tokenizer import Tokenizer
 
 MODELS = ("dense", "apn")
-STEPS = 600
 PROMPT = "ROMEO:"
 SAMPLING: dict[str, Any] = {"max_tokens": 400, "temperature": 0.8, "seed": 1337}
-
-
 NEW_DOMAIN, RATE = "paper-shift", 5e-4
 """What both learn afterwards, as a stream, and at which rate."""
 
@@ -44,9 +41,13 @@ def run_config(model: str, steps: int, vocab_size: int) -> RunConfig:
     """The tiny preset, evaluated often enough to draw a curve and saved as often."""
     config = presets.NAMES[f"tiny_{model}"]()
     train = dataclasses.replace(
-        config.train, max_steps=steps, warmup_steps=steps // 20, log_interval=max(1, steps // 60),
-        eval_interval=max(1, steps // 8), checkpoint_interval=max(1, steps // 8),
-    )  # fmt: skip
+        config.train,
+        max_steps=steps,
+        warmup_steps=steps // 20,
+        log_interval=max(1, steps // 60),
+        eval_interval=max(1, steps // 8),
+        checkpoint_interval=max(1, steps // 8),
+    )
     shape = dataclasses.replace(config.model, vocab_size=vocab_size)
     return dataclasses.replace(config, model=shape, train=train)
 
@@ -55,7 +56,7 @@ def run(
     out: Path,
     dataset: Dataset,
     *,
-    steps: int = STEPS,
+    steps: int,
     prompt: str = PROMPT,
     device: str | None = None,
     report: Callable[[dict[str, Any]], None] = lambda record: None,
@@ -129,9 +130,13 @@ def adaptation(models: dict[str, GPT], dataset: Dataset, tokens: int) -> dict[st
     }
     context = models["apn"].config.context
     return {
-        "source": NEW_DOMAIN, "tokens": len(stream), "learning_rate": RATE, "rows": rows,
-        "bound": math.exp(learner.guard.bound(context) / context), "overlay": learner.overlays()["new"],
-    }  # fmt: skip
+        "source": NEW_DOMAIN,
+        "tokens": len(stream),
+        "learning_rate": RATE,
+        "rows": rows,
+        "bound": math.exp(learner.guard.bound(context) / context),
+        "overlay": learner.overlays()["new"],
+    }
 
 
 def check_unchanged(folder: Path, config: RunConfig) -> None:

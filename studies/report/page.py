@@ -1,6 +1,6 @@
 """Results as one HTML page, rendered from their JSON alone: nothing fetched, light and dark, wide and narrow.
 
-    attractor report results/shifts-full.json results/forgetting-full.json --out report.html
+    python -m studies report results/shifts-full.json results/forgetting-full.json --out report.html
 
 A short script sorts tables by their headers; everything else, picking methods included, works without it.
 """
@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
-from attractor.experiments import accounts, sections
-from attractor.experiments.charts import INK, LOOK
-from attractor.experiments.readings import EXPERIMENTS, Result, provenance
-from attractor.experiments.tables import html
+from studies.report import accounts, sections
+from studies.report.charts import INK, LOOK
+from studies.report.readings import EXPERIMENTS, Result, provenance
+from studies.report.tables import html
 
 CSS = """
 body { max-width: 78rem; overflow-wrap: break-word; }

@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from attractor.experiments import plots
-from attractor.experiments.readings import Result
-from attractor.experiments.tables import MISSING, Cell, Column, Table, count, name, number, size
+from studies.report import plots
+from studies.report.readings import Result
+from studies.report.tables import MISSING, Cell, Column, Table, count, name, number, size
 
 
 def promises(result: Result) -> Table:

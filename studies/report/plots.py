@@ -7,8 +7,8 @@ from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
 
-from attractor.experiments.charts import RIGHT, TOP, WIDTH, Box, Frame, keep_apart, svg
-from attractor.experiments.tables import Table
+from studies.report.charts import RIGHT, TOP, WIDTH, Box, Frame, keep_apart, svg
+from studies.report.tables import Table
 
 Rows = Mapping[str, Mapping[str, Any]]
 """Method -> what a result says about it on one shift."""

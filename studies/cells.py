@@ -1,4 +1,4 @@
-"""The grid behind `experiment shifts` and `experiment forgetting`: what a cell is, and running many."""
+"""The grid behind `shifts` and `forgetting`: what a cell is, and running many."""
 
 import dataclasses
 import hashlib
@@ -13,8 +13,9 @@ import torch
 
 from attractor.config import RunConfig, check_number, check_size
 from attractor.distributed import parse_device
-from attractor.experiments import adapting, harm, streams
-from attractor.experiments.grid import (
+from attractor.version import __version__
+from studies import adapting, harm, streams
+from studies.grid import (
     Inquiry,
     Key,
     Report,
@@ -27,8 +28,8 @@ from attractor.experiments.grid import (
     origins,
     run_inquiries,
 )
-from attractor.experiments.methods import METHODS
-from attractor.experiments.plan import (
+from studies.methods import METHODS
+from studies.plan import (
     HOME,
     MIXTURE,
     TARGETS,
@@ -39,7 +40,6 @@ from attractor.experiments.plan import (
     read_domains,
     tensor_cores,
 )
-from attractor.version import __version__
 
 WORK: dict[str, Callable[[Settings, Path], Values]] = {
     "pretrain": adapting.pretrain,

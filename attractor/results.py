@@ -25,15 +25,19 @@ def provenance() -> dict[str, Any]:
         "commit": given or _git("rev-parse", "HEAD") or "unknown",
         "uncommitted_changes": None if given else bool(_git("status", "--porcelain", "--untracked-files=no")),
         "versions": {
-            "attractor": __version__, "torch": torch.__version__, "numpy": numpy.__version__,
+            "attractor": __version__,
+            "torch": torch.__version__,
+            "numpy": numpy.__version__,
             "python": platform.python_version(),
         },
         "machine": {
-            "system": platform.system(), "processor": platform.machine(), "gpu": gpu,
+            "system": platform.system(),
+            "processor": platform.machine(),
+            "gpu": gpu,
             "cpu_threads": torch.get_num_threads(),
             "float32_matmul_precision": torch.get_float32_matmul_precision(),
         },
-    }  # fmt: skip
+    }
 
 
 def _git(*arguments: str) -> str:

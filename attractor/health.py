@@ -1,6 +1,5 @@
 """The paper's monitoring metrics of a model on one or two texts: numbers, a table and a picture."""
 
-import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,18 @@ from attractor.evaluate import routing
 from attractor.model import GPT
 
 COLUMNS = {
-    "patches": "num_patches", "entropy": "usage_entropy", "effective": "effective_patches",
-    "dead": "dead_patches", "busiest": "max_usage", "overlap": "mean_overlap",
-    "confidence": "confidence_mean", "least 5%": "confidence_p05", "|D|/|h|": "update_ratio_p50",
-    "95%": "update_ratio_p95", "spike": "update_ratio_max",
-}  # fmt: skip
+    "patches": "num_patches",
+    "entropy": "usage_entropy",
+    "effective": "effective_patches",
+    "dead": "dead_patches",
+    "busiest": "max_usage",
+    "overlap": "mean_overlap",
+    "confidence": "confidence_mean",
+    "least 5%": "confidence_p05",
+    "|D|/|h|": "update_ratio_p50",
+    "95%": "update_ratio_p95",
+    "spike": "update_ratio_max",
+}
 
 
 def measure(model: GPT, texts: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -82,15 +88,12 @@ def _short(number: float) -> str:
 
 def plot(values: dict[str, Any], path: Path) -> None:
     """Usage of each layer's patches, busiest first, and how many patches two tokens share."""
-    import matplotlib
-
-    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # it likes to talk about fonts
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from attractor.figures import new_figure  # matplotlib is not for everybody
 
     texts = values["texts"]
     layers = list(next(iter(texts.values())))
-    figure, axes = pyplot.subplots(len(layers), 2, figsize=(10, 1.9 * len(layers)), squeeze=False)
+    figure = new_figure(10, 1.9 * len(layers))
+    axes = figure.subplots(len(layers), 2, squeeze=False)
     for row, layer in enumerate(layers):
         first = np.array(next(iter(texts.values()))[layer]["usage"])
         order = np.argsort(-first, kind="stable")
@@ -110,6 +113,4 @@ def plot(values: dict[str, Any], path: Path) -> None:
     axes[0, 0].set_title("share of selections, patches busiest first")
     axes[0, 1].set_title("share of token pairs by patches in common")
     axes[0, 0].legend(frameon=False, fontsize="small")
-    figure.tight_layout()
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)

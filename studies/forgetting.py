@@ -1,7 +1,7 @@
 """Bounded forgetting, measured: what the guard promises, what it costs, and how far overlays can adapt.
 
-    attractor experiment forgetting --size smoke
-    attractor experiment forgetting --size full     one GPU, ten minutes
+    python -m studies forgetting --size smoke
+    python -m studies forgetting --size full     one GPU, ten minutes
 
 Each method has its best rate on every shift, by B's validation text: all begin with the same two rates of one
 ladder and go up or down it until both neighbours of the best are worse. "A" is the domain the models were
@@ -14,13 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from attractor.experiments.benchmark import Benchmark, Cells
-from attractor.experiments.grid import Values
-from attractor.experiments.plan import HOME, PAPER, TUNED_ON
-from attractor.experiments.rates import best_rate, climb
-from attractor.experiments.result import write_result
-from attractor.experiments.statistics import interval, or_nan, transfer
-from attractor.experiments.streams import GUARDED
+from attractor.results import write_result
+from studies.cells import Benchmark, Cells
+from studies.grid import Values
+from studies.plan import HOME, PAPER, TUNED_ON
+from studies.rates import best_rate, climb
+from studies.statistics import interval, or_nan, transfer
+from studies.streams import GUARDED
 
 COMPARED = (
     "dense, FFN only", "APN, overlay", "dense, FFN + attention", "APN, overlay + attention", "dense, full",

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +16,9 @@ from attractor import presets
 from attractor.checkpoint import find_model
 from attractor.config import APNConfig, DataConfig, GPTConfig, MoEConfig, RunConfig, TrainConfig
 from attractor.data import open_text
-from attractor.experiments.grid import Settings
 from attractor.hf.teach import annealed
 from attractor.model import GPT
+from studies.grid import Settings
 
 Size = Literal["smoke", "small", "full"]
 HOME = "shakespeare"
@@ -112,6 +112,19 @@ def plan_of(size: Size) -> Plan:
         rates=(1e-4, 3e-4, 1e-3, 3e-3, 1e-2), seeds=3, test_bytes=102_400, val_bytes=51_200,
         train_bytes=None, stream_tokens=393_216,
     )  # fmt: skip
+
+
+def named_texts(option: str, given: Sequence[str]) -> dict[str, str]:
+    """What somebody wrote as NAME=FILE, each name once; the option is named where that is wrong."""
+    named: dict[str, str] = {}
+    for text in given:
+        label, sign, source = text.partition("=")
+        if not sign or not label.replace("-", "").isalnum():
+            raise ValueError(f"{option} {text!r} must be NAME=FILE; the name has letters, digits and -")
+        if label in named:
+            raise ValueError(f"{option} names {label!r} twice: {named[label]} and {source}")
+        named[label] = source
+    return named
 
 
 class Text(NamedTuple):

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from attractor.experiments.plan import FOLIO, PAPER
-from attractor.experiments.shifts import BEST_FULL, WAYS, seeds_of, summary
-from attractor.experiments.statistics import or_nan, transfer
-from attractor.experiments.streams import GUARDED
-from attractor.experiments.tables import MISSING, Cell, Column, Table, count, name, number, size
+from studies.plan import FOLIO, PAPER
+from studies.report.tables import MISSING, Cell, Column, Table, count, name, number, size
+from studies.shifts import BEST_FULL, WAYS, seeds_of, summary
+from studies.statistics import or_nan, transfer
+from studies.streams import GUARDED
 
 EXPERIMENTS = {
     "shifts": "Adapting to new domains, alone and behind the guard",

@@ -1,6 +1,6 @@
 """Results as a page of the documentation: Markdown tables, figures in SVG, and a place for conclusions.
 
-    attractor report results/shifts-full.json --out report.html --docs docs/results.md
+    python -m studies report results/shifts-full.json --out report.html --docs docs/results.md
 
 Everything is rendered from JSON, byte for byte the same each time, but for the text between two comments:
 they are not generated, and whoever wrote them finds them again.
@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
-from attractor.experiments import accounts, plots
-from attractor.experiments.benchmark import slug
-from attractor.experiments.charts import sheet
-from attractor.experiments.readings import (
+from studies.cells import slug
+from studies.report import accounts, plots
+from studies.report.charts import sheet
+from studies.report.readings import (
     EXPERIMENTS,
     Bench,
     Result,
@@ -28,7 +28,7 @@ from attractor.experiments.readings import (
     shift_table,
     stream_table,
 )
-from attractor.experiments.tables import Table, markdown, plain
+from studies.report.tables import Table, markdown, plain
 
 BEGIN = "<!-- conclusions: written by hand, and kept when this page is generated again -->"
 END = "<!-- end of conclusions -->"
@@ -94,7 +94,7 @@ def _head(results: Sequence[Result], docs: Path, out: Path) -> str:
     words = [*(shown(result.path) for result in results), "--out", shown(out), "--docs", shown(docs)]
     return (
         "# Results\n\n"
-        f"This page is generated from the JSON of results by `attractor report {shlex.join(words)}`. "
+        f"This page is generated from the JSON of results by `python -m studies report {shlex.join(words)}`. "
         "Conclusions are written by hand, between two comments; the rest is replaced when it runs again."
     )
 

@@ -24,11 +24,11 @@ from attractor.continual.overlay import fingerprint
 from attractor.continual.update import NotFiniteUpdate
 from attractor.data import windows
 from attractor.evaluate import evaluate, token_losses
-from attractor.experiments.adapting import Meter, situation, sizes
-from attractor.experiments.grid import Settings, Values
-from attractor.experiments.methods import METHODS, PAPER_ROLES, Adapter, Method, replay
-from attractor.experiments.plan import Plan, Text, device_of, domain, load_base, plan_of
 from attractor.model import GPT
+from studies.adapting import Meter, situation, sizes
+from studies.grid import Settings, Values
+from studies.methods import METHODS, PAPER_ROLES, Adapter, Method, replay
+from studies.plan import Plan, Text, device_of, domain, load_base, plan_of
 
 GUARDED = "APN, guarded, no labels"
 ONLINE = {

@@ -1,6 +1,6 @@
 """APN against dense, MoE and Switch at equal parameters, and at no more multiply-adds per token.
 
-    attractor experiment match --size smoke
+    python -m studies match --size smoke
 
 Characters of one text, bytes of a mixture, byte pairs of the same mixture. No model gets more training than
 another: the same steps and batches; the best validation loss of each counts, and whoever diverges has none.
@@ -21,12 +21,12 @@ import numpy as np
 
 from attractor import analysis, presets
 from attractor.config import APNConfig, FFNName, FFNStartName, GPTConfig, MoEConfig, RunConfig
-from attractor.experiments.benchmark import Benchmark, Cells, slug
-from attractor.experiments.grid import ask_each
-from attractor.experiments.plan import HOME, PAPER, TARGETS
-from attractor.experiments.rates import best_rate, climb, or_worst
-from attractor.experiments.result import write_result
 from attractor.layer import APN
+from attractor.results import write_result
+from studies.cells import Benchmark, Cells, slug
+from studies.grid import ask_each
+from studies.plan import HOME, PAPER, TARGETS
+from studies.rates import best_rate, climb, or_worst
 
 DENSE = "dense"
 MIXTURE = (HOME, *(name for name in TARGETS if name != PAPER))

@@ -1,7 +1,7 @@
 """The paper's Table 2: adapt to a second domain, and measure what is left of the first.
 
-attractor experiment table2 --size smoke      a few minutes on two CPU cores
-attractor experiment table2 --size paper      the paper's settings, one GPU
+python -m studies table2 --size smoke      a few minutes on two CPU cores
+python -m studies table2 --size paper      the paper's settings, one GPU
 
 Two protocols. "paper": 500 steps on a text of about 10 KB, which is hundreds of passes over it. "healthy": as
 many steps on 200 KB, stopped where the validation text of the new domain is predicted best, and measured on a
@@ -31,11 +31,12 @@ from attractor.continual.learner import OnlineLearner
 from attractor.data import Batches, Dataset, read_text
 from attractor.distributed import parse_device
 from attractor.evaluate import autocast, evaluate, perplexity, routing
-from attractor.experiments.grid import cell_file, read_cell
-from attractor.experiments.methods import PAPER_ROLES
-from attractor.experiments.result import write_result
-from attractor.experiments.table1 import run_config, train_and_measure
+from attractor.measure import train_and_measure
 from attractor.model import GPT
+from attractor.results import write_result
+from studies.grid import cell_file, read_cell
+from studies.methods import PAPER_ROLES
+from studies.table1 import run_config
 
 PAPER = {
     "dense, everything": {"A_before": 4.32, "B_before": 4.99, "A_after": 29.44, "B_after": 17.78},

@@ -24,13 +24,13 @@ from attractor.continual.overlay import fingerprint
 from attractor.continual.update import NotFiniteUpdate
 from attractor.data import Batches, Dataset
 from attractor.evaluate import autocast, evaluate, routing, token_losses
-from attractor.experiments.grid import Settings, Values
-from attractor.experiments.methods import METHODS, Adapter, Situation
-from attractor.experiments.plan import Plan, Text, device_of, domain, load_base, plan_of
-from attractor.experiments.table1 import train_and_measure
+from attractor.measure import train_and_measure
 from attractor.model import GPT
 from attractor.tokenizer import ByteTokenizer
 from attractor.trainer import NotFiniteLoss
+from studies.grid import Settings, Values
+from studies.methods import METHODS, Adapter, Situation
+from studies.plan import Plan, Text, device_of, domain, load_base, plan_of
 
 BLOCK = 1024
 """Tokens of a block, for the bootstrap: the losses of neighbours are not independent."""

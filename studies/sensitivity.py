@@ -1,6 +1,6 @@
 """What each knob of an APN does: one is changed at a time, everything else stays.
 
-    attractor experiment sensitivity --size smoke
+    python -m studies sensitivity --size smoke
 
 Every variant is pretrained on one domain, and then adapted to another by the paper's rule at one rate:
 validation perplexity, how evenly patches are used, how much the two domains share them, what is forgotten.
@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from attractor.experiments.benchmark import Benchmark, Variant
-from attractor.experiments.grid import Inquiry, Values
-from attractor.experiments.plan import HOME, TUNED_ON
-from attractor.experiments.result import write_result
+from attractor.results import write_result
+from studies.cells import Benchmark, Variant
+from studies.grid import Inquiry, Values
+from studies.plan import HOME, TUNED_ON
 
 METHOD = "APN, paper rule"
 

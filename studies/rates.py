@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from attractor.experiments.benchmark import Cells
-from attractor.experiments.grid import Inquiry, Values, ask_each
+from studies.cells import Cells
+from studies.grid import Inquiry, Values, ask_each
 
 
 def or_worst(loss: float | None) -> float:

@@ -1,7 +1,7 @@
 """The honest benchmark: every method adapts the same models to the same texts, alone and behind the guard.
 
-    attractor experiment shifts --size smoke        two CPU cores, a few minutes: every method, no conclusions
-    attractor experiment shifts --size full         one GPU, an hour, in pieces as short as you like
+    python -m studies shifts --size smoke        two CPU cores, a few minutes: every method, no conclusions
+    python -m studies shifts --size full         one GPU, an hour, in pieces as short as you like
 
 Byte-level models are pretrained on one domain and on a mixture, and adapted to others. Every method sees
 as many tokens, with the same schedule; its learning rate is the best of the same few on the validation text
@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from attractor.experiments.benchmark import Benchmark
-from attractor.experiments.grid import Inquiry, Values, ask, ask_each
-from attractor.experiments.methods import METHODS
-from attractor.experiments.plan import HOME, KINDS, TUNED_ON
-from attractor.experiments.rates import best_rate, climb
-from attractor.experiments.result import write_result
-from attractor.experiments.statistics import gain_fraction, hypervolume, interval, transfer
-from attractor.experiments.streams import LEARNERS
+from attractor.results import write_result
+from studies.cells import Benchmark
+from studies.grid import Inquiry, Values, ask, ask_each
+from studies.methods import METHODS
+from studies.plan import HOME, KINDS, TUNED_ON
+from studies.rates import best_rate, climb
+from studies.statistics import gain_fraction, hypervolume, interval, transfer
+from studies.streams import LEARNERS
 
 BEST_FULL = "dense, full"
 """What gains on B are measured by."""

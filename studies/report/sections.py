@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from attractor.experiments import accounts, plots
-from attractor.experiments.readings import (
+from studies.report import accounts, plots
+from studies.report.readings import (
     Bench,
     Result,
     bench_of,
@@ -17,8 +17,8 @@ from attractor.experiments.readings import (
     shift_table,
     stream_table,
 )
-from attractor.experiments.shifts import seeds_of
-from attractor.experiments.tables import html
+from studies.report.tables import html
+from studies.shifts import seeds_of
 
 Rows = Mapping[str, Mapping[str, Any]]
 

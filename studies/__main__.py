@@ -1,0 +1,344 @@
+"""Reproduce what the paper and the benchmark report; every study writes one JSON file.
+
+    python -m studies list                             what there is
+    python -m studies shifts --size smoke              minutes on two CPU cores: it runs, no conclusions
+    python -m studies shifts --size full --jobs 6      one GPU; once stopped, the same command goes on
+    python -m studies report runs/*/result.json        one page of charts and tables from any results
+    python -m studies facts --help                     the study of facts has its own options
+
+`python -m studies NAME --help` tells what a study takes.
+"""
+
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from attractor import distributed, presets
+from attractor.cli.common import INTERRUPTED, MISTAKES, dataset_of, progress_bar
+from attractor.config import check_seed
+from studies import forgetting, match, retrofit, sensitivity, shifts, table1, table2
+from studies.cells import Benchmark
+from studies.grid import CellsFailed, GridStopped
+from studies.methods import METHODS
+from studies.plan import MIXTURE, Size, named_texts
+from studies.report import markdown, page
+from studies.report.readings import read
+
+
+@dataclass(kw_only=True)
+class List:
+    """Name the studies."""
+
+    def run(self) -> None:
+        told = {name: study.__doc__ for name, study in STUDIES.items()}
+        told["facts"] = "A pretrained model learns invented people, towns and companies, chunk by chunk."
+        print("\n".join(f"{name:11s}  {sentence}" for name, sentence in told.items()))
+
+
+@dataclass(kw_only=True)
+class Table1:
+    """The paper's Table 1: dense against APN on char Shakespeare."""
+
+    size: table1.Size = "smoke"
+    """"smoke": two CPU cores, about two minutes. "paper": the paper's settings, one GPU."""
+    out: Path = Path("runs/table1")
+    """Gets both runs; what is trained is not trained again."""
+    result: Path | None = None
+    """Where the JSON goes (default: OUT/SIZE.json)."""
+    device: str | None = None
+    """cpu, cuda, cuda:1, ... (default: the GPU if there is one)."""
+    models: tuple[Literal["dense", "apn"], ...] = ("dense", "apn")
+    """The rows of the table."""
+
+    def run(self) -> None:
+        distributed.parse_device(self.device)
+        if not self.models:
+            raise ValueError("--models names no model; say dense, apn or both")
+        dataset = dataset_of(presets.paper_dense())
+        result = self.result or self.out / f"{self.size}.json"
+        steps = sum(table1.run_config(model, self.size).train.max_steps for model in self.models)
+        with progress_bar(steps // len(self.models), f"table1 {self.size}") as report:
+            values = table1.run(
+                self.size,
+                dataset,
+                self.out / self.size,
+                result,
+                device=self.device,
+                models=self.models,
+                report=report,
+            )
+        show(table1.table(values["rows"], self.size), result)
+
+
+@dataclass(kw_only=True)
+class Table2:
+    """The paper's Table 2: adapt to a second domain and measure what is left of the first, with controls."""
+
+    size: table2.Size = "smoke"
+    """"smoke": two CPU cores, three to four minutes. "paper": the paper's settings, one GPU."""
+    domain_b: str = "paper-shift"
+    """The second domain: a name of `attractor data list`, a file, a folder or a quoted glob."""
+    out: Path = Path("runs/table2")
+    """Gets both models and one JSON per row; what is finished is not done again."""
+    result: Path | None = None
+    """Where the JSON goes (default: OUT/SIZE.json)."""
+    device: str | None = None
+    """cpu, cuda, cuda:1, ... (default: the GPU if there is one)."""
+    seed: int = 0
+    """Of the batches of B; both models are trained with the seed of their preset."""
+
+    def run(self) -> None:
+        distributed.parse_device(self.device)
+        check_seed(self.seed)
+        dataset = dataset_of(presets.paper_dense())
+        result = self.result or self.out / f"{self.size}.json"
+        with progress_bar(table2.work(self.size), f"table2 {self.size}") as report:
+            values = table2.run(
+                self.size,
+                dataset,
+                self.out / self.size,
+                result,
+                domain_b=self.domain_b,
+                device=self.device,
+                seed=self.seed,
+                report=report,
+            )
+        show(table2.table(values), result)
+
+
+class CellBar:
+    """One step per cell; how many there will be is not known before learning rates are chosen."""
+
+    def __init__(self, name: str) -> None:
+        from tqdm import tqdm
+
+        self.bar = tqdm(desc=name, unit=" cells")
+
+    def __enter__(self) -> Callable[[dict[str, Any]], None]:
+        return self.show
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.close()
+
+    def show(self, record: dict[str, Any]) -> None:
+        self.bar.update()
+        if not record["found"]:
+            self.bar.set_postfix_str(record["cell"], refresh=False)
+
+
+@dataclass(kw_only=True)
+class Grid:
+    """Options of a study whose every cell is a JSON file."""
+
+    size: Size = "smoke"
+    """"smoke": two CPU cores, minutes, no conclusions. "small": between. "full": one GPU."""
+    domain: tuple[str, ...] = ()
+    """NAME=FILE: one more domain to adapt to, or another text for one that is there."""
+    out: Path | None = None
+    """Gets the models and the cells; what is done is not done again (default: runs/STUDY-SIZE)."""
+    result: Path | None = None
+    """Where the JSON goes (default: OUT/result.json)."""
+    device: str | None = None
+    """cpu, cuda, cuda:1, ... (default: the GPU if there is one)."""
+    jobs: int = 1
+    """Cells that run side by side, in processes of their own."""
+    minutes: float | None = None
+    """Start no cell later than this; the same command goes on with the rest. 0: only sum up what is there,
+    also where the device is not."""
+
+    def measure(self, bench: Benchmark, result: Path) -> str:
+        """Run the study; returns its table."""
+        raise NotImplementedError
+
+    def run(self) -> None:
+        study = type(self).__name__.lower()
+        domains = named_texts("--domain", self.domain)
+        out = self.out or Path(f"runs/{study}-{self.size}")
+        result = self.result or out / "result.json"
+        more = {name: getattr(self, name) for name in ("mixture", "seeds") if hasattr(self, name)}
+        with CellBar(study) as report:
+            bench = Benchmark(
+                self.size,
+                out,
+                domains=domains,
+                device=self.device,
+                jobs=self.jobs,
+                minutes=self.minutes,
+                report=report,
+                **more,
+            )
+            told = self.measure(bench, result)
+        show(told, result)
+
+
+@dataclass(kw_only=True)
+class Forgetting(Grid):
+    """What the guard promises, what it costs, and how far overlays can adapt."""
+
+    seed: int = 0
+    """Of the models and of the batches."""
+
+    def measure(self, bench: Benchmark, result: Path) -> str:
+        return forgetting.table(forgetting.run(bench, result, seed=self.seed))
+
+
+@dataclass(kw_only=True)
+class Repeated(Grid):
+    """Options of a study that is run with several seeds."""
+
+    seeds: int | None = None
+    """How many (default: as many as the size has); what is done counts when there are more."""
+
+
+@dataclass(kw_only=True)
+class Shifts(Repeated):
+    """The honest benchmark: every method on every shift, alone and behind the guard, and on a stream."""
+
+    methods: tuple[str, ...] = tuple(METHODS)
+    """Rows of the table, such as "dense, full" (which is always there: gains are measured by it)."""
+    mixture: tuple[str, ...] = MIXTURE
+    """The domains of the second pretraining text."""
+
+    def measure(self, bench: Benchmark, result: Path) -> str:
+        methods = tuple(dict.fromkeys((shifts.BEST_FULL, *self.methods)))
+        return shifts.table(shifts.run(bench, result, methods=methods))
+
+
+@dataclass(kw_only=True)
+class Sensitivity(Repeated):
+    """What each knob of an APN does to perplexity, routing and forgetting, one at a time."""
+
+    def measure(self, bench: Benchmark, result: Path) -> str:
+        return sensitivity.table(sensitivity.run(bench, result))
+
+
+@dataclass(kw_only=True)
+class Match(Repeated):
+    """APN against dense, MoE and Switch at equal parameters, and at no more multiply-adds per token."""
+
+    mixture: tuple[str, ...] = match.MIXTURE
+    """The domains of the mixture."""
+
+    def measure(self, bench: Benchmark, result: Path) -> str:
+        return match.table(match.run(bench, result))
+
+
+@dataclass(kw_only=True)
+class Retrofit:
+    """A pretrained model learns a domain: full fine-tune, LoRA, APN beside its FFNs, alone and guarded."""
+
+    size: retrofit.Size = "smoke"
+    """"smoke": a few steps on a CPU, no conclusions. "full": one GPU, ten minutes."""
+    model: str = "smollm2-135m"
+    """As for `attractor retrofit`; a Llama-like one, for LoRA names its FFN's matrices."""
+    domain: tuple[str, ...] = ()
+    """NAME=FILE: what to learn (default: the First Folio)."""
+    retain: tuple[str, ...] = ()
+    """NAME=FILE: what must not be forgotten (default: the King James Bible and Python)."""
+    out: Path | None = None
+    """Gets one JSON per cell; what is done is not done again (default: runs/retrofit-SIZE)."""
+    result: Path | None = None
+    """Where the JSON goes (default: OUT/result.json)."""
+    device: str | None = None
+    """cpu, cuda, cuda:1, ... (default: the GPU if there is one)."""
+    jobs: int = 1
+    """Cells that run side by side, in processes of their own."""
+    seed: int = 0
+    """Of the batches, and of what is new in a model."""
+
+    def run(self) -> None:
+        out = self.out or Path(f"runs/retrofit-{self.size}")
+        result = self.result or out / "result.json"
+        with CellBar("retrofit") as report:
+            values = retrofit.run(
+                self.size,
+                out,
+                result,
+                model=self.model,
+                device=self.device,
+                jobs=self.jobs,
+                seed=self.seed,
+                domains=named_texts("--domain", self.domain) or retrofit.DOMAINS,
+                retained=named_texts("--retain", self.retain) or retrofit.RETAINED,
+                report=report,
+            )
+        show(retrofit.table(values), result)
+
+
+@dataclass(kw_only=True)
+class Report:
+    """Show results: one HTML page from their JSON, and Markdown with figures where asked."""
+
+    results: tyro.conf.Positional[tuple[Path, ...]]
+    """JSON files of studies, in the order in which they are to be shown."""
+    out: Path = Path("report.html")
+    """Where the page goes."""
+    docs: Path | None = None
+    """A Markdown page; its figures go to figures/ beside it, and what was written by hand in it stays."""
+
+    def run(self) -> None:
+        if not self.results:
+            raise ValueError("no results given; name JSON files that a study wrote")
+        results = [read(path) for path in self.results]
+        files = {self.out: page.render(results)}
+        if self.docs is not None:
+            files |= markdown.render(results, self.docs, self.out)
+        markdown.write(files)  # only now: a damaged result leaves what was there
+        print("\n".join(f"written to {path}" for path in files))
+
+
+def show(table: str, result: Path) -> None:
+    print(table)
+    print(f"written to {result}")
+
+
+STUDIES: dict[str, Any] = {
+    "table1": Table1,
+    "table2": Table2,
+    "forgetting": Forgetting,
+    "shifts": Shifts,
+    "sensitivity": Sensitivity,
+    "match": Match,
+    "retrofit": Retrofit,
+}
+
+
+def _commands() -> Any:
+    """The verbs as a type: tyro makes parser and help from it."""
+    verb = tyro.conf.subcommand
+    found: Any = Annotated[List, verb("list")]
+    for name, command in (*STUDIES.items(), ("report", Report)):
+        found = found | Annotated[command, verb(name)]
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else arguments
+    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    if arguments[:1] == ["facts"]:
+        from studies import facts
+
+        sys.argv = ["python -m studies facts", *arguments[1:]]
+        facts.main()
+        return 0
+    try:
+        command = tyro.cli(_commands(), args=arguments, prog="python -m studies", description=__doc__)
+        return command.run() or 0
+    except (*MISTAKES, CellsFailed) as error:
+        print(f"studies: {error}", file=sys.stderr)
+        return 1
+    except GridStopped as stopped:
+        print(f"studies: {stopped}", file=sys.stderr)
+        return INTERRUPTED
+    except KeyboardInterrupt:
+        print("studies: interrupted; what was saved is kept", file=sys.stderr)
+        return INTERRUPTED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

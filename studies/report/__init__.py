@@ -1,0 +1,1 @@
+"""Results of studies as one HTML page and as Markdown with figures, from their JSON alone."""
