@@ -1,4 +1,4 @@
-"""Figures of matplotlib as SVG text, the same bytes each time, and as part of a page that fetches nothing.
+"""Figures of matplotlib as SVG or PNG, the same bytes each time, and as part of a page that fetches nothing.
 
     @in_style
     def chart():
@@ -49,6 +49,14 @@ def svg(figure: Figure) -> str:
     return file.getvalue()
 
 
-def data_uri(drawing: str) -> str:
-    """An SVG text as an address that holds the whole picture."""
-    return "data:image/svg+xml;base64," + base64.b64encode(drawing.encode()).decode()
+def png(figure: Figure) -> bytes:
+    """The bytes of a PNG file, for what has too many lines for SVG."""
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=110, metadata={"Software": None})
+    return file.getvalue()
+
+
+def data_uri(drawing: str | bytes) -> str:
+    """The text of an SVG or the bytes of a PNG as an address that holds the whole picture."""
+    kind, content = ("svg+xml", drawing.encode()) if isinstance(drawing, str) else ("png", drawing)
+    return f"data:image/{kind};base64," + base64.b64encode(content).decode()

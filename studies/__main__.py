@@ -28,6 +28,7 @@ from studies.methods import METHODS
 from studies.plan import MIXTURE, Size, named_texts
 from studies.report import markdown, page
 from studies.report.readings import read
+from studies.report.study_tables import shown
 
 
 @dataclass(kw_only=True)
@@ -63,7 +64,7 @@ class Table1:
         result = self.result or self.out / f"{self.size}.json"
         steps = sum(table1.run_config(model, self.size).train.max_steps for model in self.models)
         with progress_bar(steps // len(self.models), f"table1 {self.size}") as report:
-            values = table1.run(
+            table1.run(
                 self.size,
                 dataset,
                 self.out / self.size,
@@ -72,7 +73,7 @@ class Table1:
                 models=self.models,
                 report=report,
             )
-        show(table1.table(values["rows"], self.size), result)
+        show(result)
 
 
 @dataclass(kw_only=True)
@@ -98,7 +99,7 @@ class Table2:
         dataset = dataset_of(presets.paper_dense())
         result = self.result or self.out / f"{self.size}.json"
         with progress_bar(table2.work(self.size), f"table2 {self.size}") as report:
-            values = table2.run(
+            table2.run(
                 self.size,
                 dataset,
                 self.out / self.size,
@@ -108,7 +109,7 @@ class Table2:
                 seed=self.seed,
                 report=report,
             )
-        show(table2.table(values), result)
+        show(result)
 
 
 class CellBar:
@@ -151,8 +152,8 @@ class Grid:
     """Start no cell later than this; the same command goes on with the rest. 0: only sum up what is there,
     also where the device is not."""
 
-    def measure(self, bench: Benchmark, result: Path) -> str:
-        """Run the study; returns its table."""
+    def measure(self, bench: Benchmark, result: Path) -> None:
+        """Run the study, and write its result."""
         raise NotImplementedError
 
     def run(self) -> None:
@@ -172,8 +173,8 @@ class Grid:
                 report=report,
                 **more,
             )
-            told = self.measure(bench, result)
-        show(told, result)
+            self.measure(bench, result)
+        show(result)
 
 
 @dataclass(kw_only=True)
@@ -183,8 +184,8 @@ class Forgetting(Grid):
     seed: int = 0
     """Of the models and of the batches."""
 
-    def measure(self, bench: Benchmark, result: Path) -> str:
-        return forgetting.table(forgetting.run(bench, result, seed=self.seed))
+    def measure(self, bench: Benchmark, result: Path) -> None:
+        forgetting.run(bench, result, seed=self.seed)
 
 
 @dataclass(kw_only=True)
@@ -204,17 +205,17 @@ class Shifts(Repeated):
     mixture: tuple[str, ...] = MIXTURE
     """The domains of the second pretraining text."""
 
-    def measure(self, bench: Benchmark, result: Path) -> str:
+    def measure(self, bench: Benchmark, result: Path) -> None:
         methods = tuple(dict.fromkeys((shifts.BEST_FULL, *self.methods)))
-        return shifts.table(shifts.run(bench, result, methods=methods))
+        shifts.run(bench, result, methods=methods)
 
 
 @dataclass(kw_only=True)
 class Sensitivity(Repeated):
     """What each knob of an APN does to perplexity, routing and forgetting, one at a time."""
 
-    def measure(self, bench: Benchmark, result: Path) -> str:
-        return sensitivity.table(sensitivity.run(bench, result))
+    def measure(self, bench: Benchmark, result: Path) -> None:
+        sensitivity.run(bench, result)
 
 
 @dataclass(kw_only=True)
@@ -224,8 +225,8 @@ class Match(Repeated):
     mixture: tuple[str, ...] = match.MIXTURE
     """The domains of the mixture."""
 
-    def measure(self, bench: Benchmark, result: Path) -> str:
-        return match.table(match.run(bench, result))
+    def measure(self, bench: Benchmark, result: Path) -> None:
+        match.run(bench, result)
 
 
 @dataclass(kw_only=True)
@@ -255,7 +256,7 @@ class Retrofit:
         out = self.out or Path(f"runs/retrofit-{self.size}")
         result = self.result or out / "result.json"
         with CellBar("retrofit") as report:
-            values = retrofit.run(
+            retrofit.run(
                 self.size,
                 out,
                 result,
@@ -267,7 +268,7 @@ class Retrofit:
                 retained=named_texts("--retain", self.retain) or retrofit.RETAINED,
                 report=report,
             )
-        show(retrofit.table(values), result)
+        show(result)
 
 
 @dataclass(kw_only=True)
@@ -285,16 +286,16 @@ class Report:
         if not self.results:
             raise ValueError("no results given; name JSON files that a study wrote")
         results = [read(path) for path in self.results]
-        files = {self.out: page.render(results)}
-        if self.docs is not None:
-            files |= markdown.render(results, self.docs, self.out)
+        files = {} if self.docs is None else markdown.render(results, self.docs, self.out)
+        files[self.out] = page.render(results)
         markdown.write(files)  # only now: a damaged result leaves what was there
         print("\n".join(f"written to {path}" for path in files))
 
 
-def show(table: str, result: Path) -> None:
-    print(table)
-    print(f"written to {result}")
+def show(path: Path) -> None:
+    """The tables of a result, as they stand in its file."""
+    print(shown(read(path)))
+    print(f"written to {path}")
 
 
 STUDIES: dict[str, Any] = {

@@ -127,31 +127,3 @@ def ratio(ours: Values, theirs: Values) -> tuple[float, float, float]:
     apart = guarded["loss"] - alone["loss"]
     low, high = interval([[a - b for a, b in zip(guarded["blocks"], alone["blocks"], strict=True)]], apart)
     return math.exp(apart), math.exp(low), math.exp(high)
-
-
-def table(values: dict[str, Any]) -> str:
-    lines = [f"{'':34s}" + "".join(f"{shift:>26s}" for shift in values["shifts"])]
-    lines.append(f"{'':34s}" + "".join(f"{'A':>8s}{'B':>9s}{'rate':>9s}" for _ in values["shifts"]))
-    for method in COMPARED:
-        cells = [part[method] for part in values["shifts"].values()]
-        for way in ("alone", "guarded"):
-            figures = [
-                (
-                    math.exp(cell["best"][way][HOME]["loss"]),
-                    math.exp(cell["best"][way]["B"]["loss"]),
-                    cell["rate"],
-                )
-                for cell in cells
-            ]
-            name = method if way == "alone" else "    behind the guard"
-            lines.append(f"{name:34s}" + "".join(f"{a:8.3f}{b:9.3f}{rate:9g}" for a, b, rate in figures))
-        size = max(cell["best"]["bytes"] for cell in cells)
-        lines[-1] += f"   {size / 1e6:.1f} MB"
-    lines.append("")
-    for row in values["shows"]:
-        sign = ">=" if row["at_least"] else "<="
-        verdict = "holds" if row["holds"] else "missed"
-        told = "not measured" if row["worst"] is None else f"{row['worst']:.4f}"
-        told += f" {sign} {row['must']:g}" if values["size"] == "full" else ""
-        lines.append(f"{told:20s} {verdict if values['size'] == 'full' else '':8s} {row['what']}")
-    return "\n".join(lines)

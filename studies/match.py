@@ -12,12 +12,9 @@ widths that is worth more than the kind of FFN.
 """
 
 import dataclasses
-import math
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from attractor import analysis, presets
 from attractor.config import APNConfig, FFNName, FFNStartName, GPTConfig, MoEConfig, RunConfig
@@ -26,7 +23,7 @@ from attractor.results import write_result
 from studies.cells import Benchmark, Cells, slug
 from studies.grid import ask_each
 from studies.plan import HOME, PAPER, TARGETS
-from studies.rates import best_rate, climb, or_worst
+from studies.rates import best_rate, climb
 
 DENSE = "dense"
 MIXTURE = (HOME, *(name for name in TARGETS if name != PAPER))
@@ -172,30 +169,3 @@ def run(bench: Benchmark, result: Path) -> dict[str, Any]:
     }  # fmt: skip
     write_result(result, values)
     return values
-
-
-def _mean(row: dict[str, Any]) -> float:
-    return float(np.mean([or_worst(loss) for loss in row["val_loss"]]))
-
-
-def table(values: dict[str, Any]) -> str:
-    lines = []
-    width = 2 + max(len(name) for rows in values["datasets"].values() for name in rows)
-    for dataset, rows in values["datasets"].items():
-        dense = min(_mean(row) for name, row in rows.items() if name.startswith(DENSE))
-        lines.append(
-            f"{dataset}: validation loss, nats per token, mean of {values['seeds']} seed(s); over best dense"
-        )
-        for name, row in rows.items():
-            loss = _mean(row)
-            if not math.isfinite(loss):
-                lines.append(f"  {name:{width}s}diverged")
-                continue
-            seeds = row["val_loss"]
-            spread = f" +-{np.std(seeds, ddof=1):.4f}" if len(seeds) > 1 else ""
-            size, work = row["parameters"] / 1e6, row["multiply_adds_per_token"] / 1e6
-            lines.append(
-                f"  {name:{width}s}{loss:8.4f}{spread}{loss - dense:+9.4f}{size:9.2f}M parameters"
-                f"{work:9.2f}M multiply-adds"
-            )
-    return "\n".join(lines)

@@ -226,20 +226,3 @@ def row(cell: Values, lora: Values, retained: Sequence[str]) -> dict[str, Any]:
             "B_over_lora_interval": [math.exp(bound) for bound in interval(pairs, apart)],
         }  # fmt: skip
     return told
-
-
-def table(values: dict[str, Any]) -> str:
-    lines = []
-    for domain, rows in values["domains"].items():
-        before = next(iter(rows.values()))["before"]["B"]
-        lines.append(f"{domain}: perplexity before {before:.3f}")
-        lines.append(f"  {'':28s}{'B':>9s}{'over LoRA':>11s}{'worst rise':>12s}{'trained':>10s}{'rate':>9s}")
-        for method, told in rows.items():
-            for way in ("alone", "guarded"):
-                name = method if way == "alone" else "    behind the guard"
-                part, rise = told[way], 100 * told[way]["worst_rise"]
-                lines.append(
-                    f"  {name:28s}{part['B']:9.3f}{part['B_over_lora']:11.4f}{rise:+11.2f}%"
-                    f"{told['trained'] / 1e6:9.2f}M{values['rates'][method]:9g}"
-                )
-    return "\n".join(lines)

@@ -83,12 +83,3 @@ def run(bench: Benchmark, result: Path) -> dict[str, Any]:
 
 def _mean(numbers: list[float]) -> float:
     return float(np.mean(numbers))
-
-
-def table(values: dict[str, Any]) -> str:
-    lines = [f"{'':26s}{'val PPL':>9s}{'entropy':>9s}{'overlap':>9s}{'lost':>9s}{'B nats':>9s}{'params':>9s}"]
-    for name, row in values["rows"].items():
-        figures = [row[key] for key in ("val_ppl", "usage_entropy", "overlap", "forgetting", "B")]
-        line = f"{name:26s}" + "".join(f"{figure:9.3f}" for figure in figures)
-        lines.append(line + f"{row['parameters'] / 1e6:8.2f}M")
-    return "\n".join(lines)

@@ -212,29 +212,3 @@ def seeds_of(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """How many runs stand behind the rows of a shift, in words."""
     seeds = len(next(iter(rows.values()))["best_steps"])
     return f"{seeds} seed{'s' if seeds > 1 else ''}"
-
-
-def table(values: dict[str, Any]) -> str:
-    lines = []
-    for source, shifts in values["shifts"].items():
-        for shift, rows in shifts.items():
-            lines.append(f"{source} -> {shift}, {seeds_of(rows)}; guarded figures in brackets")
-            lines.append(f"{'':34s}{'A before':>9s}{'A':>9s}{'':>9s}{'B':>9s}{'':>9s}{'gain':>8s}{'lost':>9s}"
-                         f"{'trained':>10s}{'changed':>10s}")  # fmt: skip
-            for method, row in rows.items():
-                a, g = row["alone"], row["guarded"]
-                guarded_A, guarded_B = (f"[{g[domain]:.3f}]" for domain in "AB")
-                lines.append(
-                    f"{method:34s}{row['A_before']:9.3f}{a['A']:9.3f}{guarded_A:>9s}{a['B']:9.3f}"
-                    f"{guarded_B:>9s}{a['gain']:8.2f}{a['forgetting']:9.3f}"
-                    f"{row['trained'] / 1e6:9.2f}M{row['changed'] / 1e6:9.2f}M"
-                )
-            lines.append("")
-    order = " -> ".join(values["streams"]["order"])
-    lines.append(f"stream {order}, no labels, one pass")
-    lines.append(f"{'':34s}{'rate':>8s}{'BWT':>9s}{'FWT':>9s}{'worst':>9s}{'final':>9s}   nats per byte")
-    for method, part in values["streams"]["methods"].items():
-        mean = {key: float(np.mean([seed[key] for seed in part["seeds"]]))
-                for key in ("BWT", "FWT", "worst_forgetting", "final")}  # fmt: skip
-        lines.append(f"{method:34s}{part['rate']:8g}" + "".join(f"{value:9.4f}" for value in mean.values()))
-    return "\n".join(lines)

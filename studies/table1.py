@@ -45,31 +45,6 @@ def run_one(
     )  # fmt: skip
 
 
-def table(rows: dict[str, dict[str, Any]], size: Size) -> str:
-    """The paper's table with ours beside it, from the JSON of a result."""
-    columns = ("model", "val PPL", "random batches", "best step", "parameters", "active", "time")
-    lines = [" ".join(f"{column:>14s}" for column in columns)]
-
-    def line(*cells: str) -> None:
-        lines.append(" ".join(f"{cell:>14s}" for cell in cells))
-
-    for name, row in rows.items():
-        line(
-            name,
-            f"{row['val_ppl']:.3f}",
-            f"{row['val_ppl_random_batches']:.3f}",
-            f"{row['best_step']}",
-            f"{row['parameters'] / 1e6:.2f}M",
-            f"{row['active_parameters'] / 1e6:.2f}M",
-            f"{row['training_seconds']:.0f} s",
-        )
-        if size == "paper":
-            paper = PAPER[name]
-            parameters, seconds = f"{paper['parameters'] / 1e6:.2f}M", f"{paper['minutes'] * 60:.0f} s"
-            line(f"{name} (paper)", "", f"{paper['val_ppl']:.2f}", "", parameters, "", seconds)
-    return "\n".join(lines)
-
-
 def run(
     size: Size,
     dataset: Dataset,

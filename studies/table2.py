@@ -275,41 +275,6 @@ def run(
     return result_values
 
 
-def table(result: dict[str, Any]) -> str:
-    lines = []
-    for name, part in result["protocols"].items():
-        settings = part["settings"]
-        head = ["", "A before", "A best", "A end", "B before", "B best", "B end", "best step", "trained",
-                "changed", "entropy", "time"]  # fmt: skip
-        lines.append(
-            f"{name}: {settings['steps']} steps of {settings['batch_size']} sequences, learning rate "
-            f"{settings['learning_rate']:g}, {part['train_tokens']:,} tokens of B"
-            + (f" ({part['left_out']:,} characters unknown to the model)" if part.get("left_out") else "")
-            + "; best: where B's "
-            + ("validation text" if settings["stops_early"] else "held-out text itself")
-            + " is predicted best; the rest is of the last step"
-        )
-        lines.append(_line(*head))
-        for row, values in part["rows"].items():
-            first, best, last = values["before"], values["best"], values["after"]
-            entropy = "" if values["usage_entropy"] is None else f"{values['usage_entropy']:.2f}"
-            perplexities = [point[domain] for domain in "AB" for point in (first, best, last)]
-            cells = [f"{value:.2f}" for value in perplexities] + [str(best["step"])]
-            cells += [_count(values["trainable"]), _count(values["changed"]), entropy]
-            lines.append(_line(row, *cells, f"{values['seconds']:.0f} s"))
-            if name == "paper" and result["paper"] and row in result["paper"]:
-                paper = result["paper"][row]
-                known = [f"{paper[key]:.2f}" if key in paper else ""
-                         for key in ("A_before", "", "A_after", "B_before", "", "B_after")]  # fmt: skip
-                lines.append(_line("  in the paper", *known))
-        lines.append("")
-    return "\n".join(lines + verdict(result))
-
-
-def _line(first: str, *cells: str) -> str:
-    return f"{first:20s} " + " ".join(f"{cell:>9s}" for cell in cells)
-
-
 def _count(number: int) -> str:
     return f"{number / 1e6:.2f}M" if number >= 1e5 else f"{number:,}"
 

@@ -1,13 +1,14 @@
 """Results that nobody measured, for the pages that show them; and a page, read."""
 
 import json
+from contextlib import contextmanager, nullcontext
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
 from studies import forgetting, shifts
-from studies.report import page
+from studies.report import charts, page
 from studies.report.readings import Result
 from studies.statistics import transfer
 
@@ -137,7 +138,7 @@ class Page(HTMLParser):
             self.tables[-1]["rows"].append([])
         elif tag in ("td", "th"):
             self.tables[-1]["rows"][-1].append(["", own])
-        if tag not in ("meta", "input"):
+        if tag not in ("meta", "img"):
             self.open.append(tag)
 
     def handle_startendtag(self, tag, attributes):
@@ -162,7 +163,17 @@ def put(folder: Path, **results: dict) -> list[Path]:
     return [folder / f"{name}.json" for name in results]
 
 
-def rendered(*values: dict) -> str:
-    return page.render(
-        [Result(Path(f"{number}.json"), json.loads(json.dumps(v))) for number, v in enumerate(values)]
-    )
+@contextmanager
+def undrawn():
+    """Charts take their time: without them."""
+    with pytest.MonkeyPatch.context() as patch:
+        for chart in ("pareto", "trajectories", "scatter", "usage", "heat"):
+            patch.setattr(charts, chart, lambda *given: "<svg/>")
+        yield
+
+
+def rendered(*values: dict, drawn: bool = False) -> str:
+    """The page of these results."""
+    results = [Result(Path(f"{number}.json"), json.loads(json.dumps(v))) for number, v in enumerate(values)]
+    with nullcontext() if drawn else undrawn():
+        return page.render(results)

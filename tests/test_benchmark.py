@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -21,6 +22,8 @@ from studies.cells import Benchmark, slug
 from studies.grid import CellsFailed, GridStopped, cell_file
 from studies.methods import METHODS, Situation
 from studies.plan import FOLIO, HOME, KINDS, PAPER, PAPER_BYTES, domain, plan_of, read_domains
+from studies.report import study_tables
+from studies.report.readings import Result, read
 
 
 def situation(kind, **changes):
@@ -203,7 +206,7 @@ def test_shifts(whole, bench, small_bench, tmp_path, monkeypatch):
     assert len(guarded["matrix"]) == 1 + len(values["streams"]["order"])
     assert guarded["base_unchanged"]
     assert guarded["overlays"]  # whoever never opens one has not been tried
-    shown = shifts.table(values)
+    shown = study_tables.shown(read(tmp_path / "shifts.json"))
     assert all(method in shown for method in chosen)
     assert values["pretrained_twice"] == []
     files = {path: path.stat().st_mtime_ns for path in (bench.folder / "cells").iterdir()}
@@ -277,7 +280,7 @@ def test_forgetting(whole, bench, small_bench, tmp_path, monkeypatch):
     for harmful in values["harm"]["overlays"].values():
         assert harmful["alone"] > values["harm"]["before"]  # they are harmful
     assert rows["base bit for bit as it was"]["holds"]
-    assert "patches only" in forgetting.table(values)
+    assert "patches only" in study_tables.shown(read(tmp_path / "forgetting.json"))
 
 
 @pytest.mark.parametrize("size", ["smoke", "small", "full"])
@@ -347,7 +350,10 @@ def test_each_model_is_trained_the_way_that_suits_it(texts, tmp_path, monkeypatc
             assert len(row["val_loss"]) == 3
             kept = row["config"]["train"]
             assert (kept["weight_decay"] if small else kept["learning_rate"]) == float(row["way"].split()[-1])
-    assert "over best dense" in match.table(values)
+    shown = study_tables.shown(read(tmp_path / "match.json")).splitlines()
+    lines = {tuple(cells[:2]): cells for cells in (re.split(r"\s{2,}", line) for line in shown)}
+    for dataset, rows in values["datasets"].items():
+        assert all(row["way"] in lines[dataset, name] for name, row in rows.items())
 
 
 def test_a_model_that_diverges_has_lost_and_the_others_go_on(texts, tmp_path, monkeypatch):
@@ -362,7 +368,9 @@ def test_a_model_that_diverges_has_lost_and_the_others_go_on(texts, tmp_path, mo
     row = values["datasets"]["mixture, bytes"]["dense"]
     assert row["first_seed"] == {"0.001": row["val_loss"][0], "1e+25": None}
     row["val_loss"].append(None)
-    assert "dense  diverged" in match.table(values)
+    shown = study_tables.shown(Result(tmp_path / "match.json", values)).splitlines()
+    (line,) = [line for line in shown if line.startswith("mixture, bytes ")]
+    assert "not finite" in line
 
 
 def test_a_model_of_other_settings_is_not_gone_on_with(texts, tmp_path):

@@ -7,13 +7,19 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from made_up_results import FORGETTING, MATCH, RETROFIT, SHIFTS, Page, put
+from made_up_results import FORGETTING, MATCH, RETROFIT, ROOT, SHIFTS, Page, put, undrawn
 
 from studies import __main__ as cli
 from studies.report import markdown as results_doc
 from studies.report import page
 from studies.report.readings import Result, read
 from studies.report.tables import Cell, Column, Table, markdown, number
+
+
+@pytest.fixture
+def no_charts():
+    with undrawn():
+        yield
 
 
 @pytest.mark.parametrize(
@@ -63,6 +69,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     for drawn in figures.values():
         assert ElementTree.fromstring(drawn).tag == "{http://www.w3.org/2000/svg}svg"
         assert len(drawn) < 100_000
+        assert str(tmp_path) not in drawn.decode()
     assert cli.main(["report"]) != 0
 
     said = "APN forgets less.\n\n- And that is *all*: `<b>`."
@@ -77,7 +84,7 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert said in Path("docs/results.md").read_text()
 
 
-def test_figures_of_two_results_do_not_collide(tmp_path):
+def test_figures_of_two_results_do_not_collide(tmp_path, no_charts):
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         put(tmp_path / folder, match=MATCH)
@@ -86,7 +93,7 @@ def test_figures_of_two_results_do_not_collide(tmp_path):
         results_doc.render(results, tmp_path / "results.md", tmp_path / "report.html")
 
 
-def test_no_table_stands_twice(tmp_path):
+def test_no_table_stands_twice(tmp_path, no_charts):
     more = copy.deepcopy(SHIFTS)
     (shift, rows), *_ = more["shifts"]["old"].items()
     more["shifts"]["old"]["one more"] = copy.deepcopy(rows)
@@ -101,7 +108,7 @@ def test_no_table_stands_twice(tmp_path):
     assert files[tmp_path / "r.md"].count(f"\nold \u2192 {shift}:") == 2
 
 
-def test_no_machine_paths(tmp_path):
+def test_no_machine_paths(tmp_path, no_charts):
     (path,) = put(tmp_path, shifts=SHIFTS)
     result = read(path)
     files = results_doc.render([result], tmp_path / "docs" / "results.md", tmp_path / "report.html")
@@ -109,7 +116,7 @@ def test_no_machine_paths(tmp_path):
         assert str(tmp_path) not in text
 
 
-def test_markdown_has_the_numbers_and_no_html(tmp_path):
+def test_markdown_has_the_numbers_and_no_html(tmp_path, no_charts):
     (path,) = put(tmp_path, shifts=SHIFTS)
     files = results_doc.render([read(path)], tmp_path / "results.md", tmp_path / "report.html")
     text = files[tmp_path / "results.md"]
@@ -125,6 +132,17 @@ def test_a_cell_cannot_break_its_table():
     table = Table("", [Column("a", "group"), Column("b", main=False), Column("c")],
                   [[Cell("x | y\nz"), Cell("unseen"), number(-0.0001, ".2f", (-1.0, 1.0))]])  # fmt: skip
     assert markdown(table) == "| group, a | c |\n| ---: | ---: |\n| x \\| y z | 0.00 (-1.00 to 1.00) |"
+
+
+def test_the_committed_page_is_what_the_committed_results_say(no_charts, monkeypatch):
+    """Byte for byte: whoever changes a table, a figure's name or a result generates the page again."""
+    monkeypatch.chdir(ROOT)
+    docs = Path("docs/results.md")
+    words = re.search(r"`python -m studies report (.*?)`", docs.read_text())[1].split()
+    results = [read(Path(word)) for word in words if word.startswith("results/")]
+    files = results_doc.render(results, docs, Path("report.html"))
+    assert files.pop(docs) == docs.read_text()
+    assert {path.name for path in files} == {path.name for path in Path("docs/figures").iterdir()}
 
 
 def test_retrofits(tmp_path):

@@ -1,17 +1,18 @@
 """Results become a page: whole, escaped, with the JSON's numbers."""
 
+import base64
 import copy
 import json
 import math
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from made_up_results import CELLS, FORGETTING, GUARDED, MATCH, ROOT, SENSITIVITY, SHIFTS, Page, rendered
 
-from studies.report import accounts, plots, readings
-from studies.report.charts import Box, keep_apart
+from studies.report import bench_tables, charts, study_tables
 from studies.report.readings import Result
 from studies.statistics import gain_fraction
 
@@ -19,17 +20,36 @@ from studies.statistics import gain_fraction
 @pytest.fixture(scope="module")
 def whole() -> str:
     paper = [json.loads((ROOT / "results" / f"table{n}-paper.json").read_text()) for n in (1, 2)]
-    return rendered(SHIFTS, FORGETTING, *paper, SENSITIVITY, MATCH)
+    return rendered(SHIFTS, FORGETTING, *paper, SENSITIVITY, MATCH, drawn=True)
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """Charts return the figure that they would have written."""
+    monkeypatch.setattr(charts, "svg", lambda figure: figure)
+    monkeypatch.setattr(charts, "png", lambda figure: figure)
+
+
+def points_of(axes, marked=True):
+    """Every point of a chart that has a mark (or of lines that have none)."""
+    lines = [line for line in axes.lines if (line.get_marker() not in ("None", "", None)) == marked]
+    return {(float(x), float(y)) for line in lines for x, y in zip(*line.get_data(), strict=True)}
+
+
+def legend_of(figure):
+    return [text.get_text() for legend in figure.legends for text in legend.get_texts()]
 
 
 def test_the_page_stands_alone(whole):
     found = Page(whole)
     assert len(found.ids) == len(set(found.ids))
-    assert not re.search(r"https?:", whole)
-    assert not {tag for tag, _ in found.tags} & {"link", "img", "iframe", "object", "base", "form"}
-    assert not [own for _, own in found.tags if {"src", "srcset", "background", "onclick"} & set(own)]
-    assert "url(" not in whole
-    assert "@import" not in whole
+    words = re.sub(r'src="data:image/(svg\+xml|png);base64,[^"]*"', "", whole)
+    assert not re.search(r"https?:", words)
+    assert not {tag for tag, _ in found.tags} & {"link", "iframe", "object", "base", "form"}
+    assert not [own for _, own in found.tags if {"srcset", "background", "onclick"} & set(own)]
+    assert "src=" not in words
+    assert "url(" not in words
+    assert "@import" not in words
     places = [own["href"] for tag, own in found.tags if tag == "a"]
     assert places == [f"#r{number}" for number in range(6)]
     assert {place[1:] for place in places} <= set(found.ids)
@@ -43,20 +63,36 @@ def test_what_comes_from_json_is_escaped(whole):
 
 
 def test_pictures_have_words(whole):
-    pictures = [own for tag, own in Page(whole).tags if tag == "svg" and own.get("role") == "img"]
+    pictures = [own for tag, own in Page(whole).tags if tag == "img"]
     assert pictures
-    assert all(own["aria-label"] for own in pictures)
+    assert all(own["alt"] for own in pictures)
+    drawings = [own["src"].partition(",")[2] for own in pictures if "svg" in own["src"]]
+    for drawing in map(base64.b64decode, drawings):
+        root = ElementTree.fromstring(drawing)
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
+        fetched = [value for mark in root.iter() for name, value in mark.attrib.items() if "href" in name]
+        assert all(value.startswith("#") for value in fetched)
 
 
-def test_every_method_is_in_every_table_and_chart(whole):
+def test_every_method_is_in_every_table_and_chart(whole, figures):
     found = Page(whole)
     for shift in SHIFTS["shifts"]["old"]:
         names = [row[0][0] for row in found.table(f"old \u2192 {shift}")[2:]]
         assert names == list(CELLS)
-    titles = re.findall(r"<title>(.*?)</title>", whole)
-    for method in ("dense, full", "dense, &lt;script&gt;", "APN, overlay + all"):
-        for shown in (", alone: gain", ", guarded: gain", ", step 10: A"):
-            assert any(title.startswith(method) and shown in title for title in titles), (method, shown)
+    rows = SHIFTS["shifts"]["old"]["new"]
+    chosen = charts.important(rows)
+    figure = charts.pareto({"one": rows, "two": rows})
+    assert legend_of(figure)[: len(CELLS)] == list(CELLS)
+    for axes in figure.axes:
+        for row in rows.values():
+            spots = {(row[way]["forgetting"], row[way]["gain"]) for way in ("alone", "guarded")}
+            assert spots <= points_of(axes)
+    figure = charts.trajectories({"one": rows, "two": rows})
+    assert set(legend_of(figure)) == chosen
+    for axes in figure.axes:
+        for method in chosen:
+            assert {(p["B"], p["A"]) for p in rows[method]["trajectory"]} <= points_of(axes)
+    assert len({charts.looks(rows)[method].marker for method in chosen}) == len(chosen)  # also in grey
 
 
 def test_numbers_are_those_of_the_json(whole):
@@ -106,20 +142,22 @@ def test_paper_tables(whole):
         assert rows[method][3] == f"{told['after']['A']:.2f}"
 
 
-def test_sensitivity_says_what_an_option_does(whole):
+def test_sensitivity_says_what_an_option_does(whole, figures):
     _, plain, other = ([text for text, _ in row] for row in Page(whole).table("One option changed"))
     assert plain == ["as planned", "4.500", "2.500", "0.250", "0.125", "1.500", "1,000", "2.00M"]
     assert other[:2] == ["<top_k=2>", "4.500 4.250 to 4.750"]
-    drawn = accounts.sensitivity_plots(Result(Path("s.json"), SENSITIVITY))
-    assert [chart.count("<circle") for chart in drawn.values()] == [2, 2]
-    assert "&lt;top_k=2&gt;: overlap of A" in next(iter(drawn.values()))
+    drawn = study_tables.sensitivity_charts(Result(Path("s.json"), SENSITIVITY))
+    overlaps, _ = drawn.values()
+    assert points_of(overlaps.axes[0]) == {(0.25, 0.125), (0.5, 0.125)}
+    assert legend_of(overlaps) == ["as planned", "<top_k"]
+    assert [text.get_text() for text in overlaps.axes[0].texts] == ["2>"]
 
 
 def test_means_leave_out_shifts_of_another_kind():
     rows = SHIFTS["shifts"]["old"]["new"]
-    table = readings.overview("old", {"kjv": rows, "first-folio": rows, "paper-shift": rows})
+    table = bench_tables.overview("old", {"kjv": rows, "first-folio": rows, "paper-shift": rows})
     assert table.caption == "Pretrained on old, 1 seed: mean over kjv"
-    assert readings.overview("old", {"first-folio": rows}).caption.endswith("mean over first-folio")
+    assert bench_tables.overview("old", {"first-folio": rows}).caption.endswith("mean over first-folio")
 
 
 def test_match_says_how_each_model_did(whole):
@@ -137,15 +175,13 @@ def test_match_says_how_each_model_did(whole):
     assert rows[1][1] == "<apn>"
 
 
-def test_who_diverged_is_named_and_not_drawn():
+def test_who_diverged_is_named_and_not_drawn(figures):
     rows = MATCH["datasets"]["kjv"] | {"<apn>": {"val_loss": [None], "multiply_adds_per_token": None}}
-    (chart,) = accounts.match_plots(Result(Path("m.json"), {"datasets": {"kjv": rows}})).values()
-    assert chart.count("<circle") == 1
-    assert "not drawn, not finite: &lt;apn&gt;" in chart
-    x, low, high = map(float, re.search(r'class="spread" d="M(\S+) (\S+)V(\S+)"', chart).groups())
-    middle = re.search(r'cx="(\S+)" cy="(\S+)"', chart).groups()
-    assert (x, (low + high) / 2) == pytest.approx(tuple(map(float, middle)), abs=0.1)
-    assert low > high + 50  # its seeds are far apart
+    (chart,) = study_tables.match_charts(Result(Path("m.json"), {"datasets": {"kjv": rows}})).values()
+    (axes,) = chart.axes
+    assert points_of(axes) == {(20 / 1e6, 1.5)}
+    assert [text.get_text() for text in axes.texts] == ["not drawn, not finite: <apn>"]
+    assert points_of(axes, marked=False) == {(20 / 1e6, 1.25), (20 / 1e6, 1.75)}  # from seed to seed
 
 
 def test_promises_are_judged_only_at_full_size():
@@ -209,43 +245,49 @@ def test_heat_map_and_claims(whole):
     assert [text for text, _ in progressive[2]][1:] == ["1.4375", "2.8125", "1.5625"]
 
 
-def test_patch_maps_are_of_the_rows_that_have_them():
-    maps = [table for table in Page(rendered(SHIFTS)).tables if table["class"] == "maps"]
-    assert len(maps) == 2  # shifts
+def test_patch_maps_are_of_the_rows_that_have_them(whole, figures):
+    rows = SHIFTS["shifts"]["old"]["new"]
+    routed = {method: row["routing"] for method, row in rows.items() if row["routing"]}
+    assert list(routed) == [method for method in CELLS if method.startswith("APN")]
+    maps = [table for table in Page(whole).tables if "overlap of A's and B's patches" in table["caption"]]
+    assert len(maps) == 3  # two shifts, and that of forgetting
     for table in maps:
-        assert [row[0][0] for row in table["rows"][1:]] == [m for m in CELLS if m.startswith("APN")]
+        assert [row[0][0] for row in table["rows"][1:]] == list(routed)
         assert [text for text, _ in table["rows"][0]] == ["method", "layer 0", "layer 1"]
-        assert "overlap 0.250" in table["rows"][1][1][0]
+        assert table["rows"][1][1][0] == "0.250 \u2192 0.250"
+    (axes,) = charts.usage(routed).axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == list(routed)
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["layer 0", "layer 1"]
+    assert len(axes.patches) == len(routed) * 2 * 4  # layers; A and B, before and after
+    heights = axes.patches[0].get_data()  # of A, in the order in which A prefers them
+    assert heights.values == pytest.approx([0.45 * share / 0.7 for share in (0.5, 0.3, 0.2)])
 
 
-def test_picks_need_no_script(whole):
-    boxes = [own for tag, own in Page(whole).tags if tag == "input"]
-    checked = [own["id"] for own in boxes if "checked" in own]
-    assert checked == ["r0-m0", "r0-m1", "r0-m3", "r0-m5", "r1-m0", "r1-m1", "r1-m3", "r1-m5"]
-    for own in boxes:
-        assert f":has(#{own['id']}:not(:checked))" in whole
-
-
-def test_what_is_not_finite_is_said_and_not_drawn():
+def test_what_is_not_finite_is_said_and_not_drawn(figures):
     values = json.loads(json.dumps(SHIFTS))
     row = values["shifts"]["old"]["new"]["dense, FFN only"]
     row["alone"]["forgetting"] = math.nan
     row["trajectory"] = [{"step": 0, "A": math.nan, "B": math.inf}]
     text = rendered(values)
-    assert text.count("not drawn, not finite: dense, FFN only") == 2
+    for chart in (charts.pareto, charts.trajectories):
+        figure = chart({"new": values["shifts"]["old"]["new"]})
+        assert [note.get_text() for note in figure.axes[0].texts] == [
+            "not drawn, not finite: dense, FFN only"
+        ]
     (shown,) = [r for r in Page(text).table("old \u2192 new") if r[0][0] == "dense, FFN only"]
     assert shown[9][0] == "not finite"
     assert "nan" not in text.lower()
 
 
-def test_where_dense_full_gained_nothing_nobody_has_a_share_of_it():
+def test_where_dense_full_gained_nothing_nobody_has_a_share_of_it(figures):
     values = json.loads(json.dumps(SHIFTS))
     for row in values["shifts"]["old"]["new"].values():
         row["full_gained"] = 0.0
         for way in ("alone", "guarded"):
             row[way] |= {"gain": None, "hypervolume": None}
     text = rendered(values)
-    assert "not drawn, not finite: dense, full; dense, FFN only and 5 more" in text
+    (note,) = charts.pareto({"new": values["shifts"]["old"]["new"]}).axes[0].texts
+    assert note.get_text() == "not drawn, not finite: dense, full; dense, FFN only and 5 more"
     (shown,) = [r for r in Page(text).table("old \u2192 new") if r[0][0] == "dense, FFN only"]
     assert "\u2013" in [cell[0] for cell in shown]
     assert "nan" not in text.lower()
@@ -270,27 +312,20 @@ def test_intervals_of_gains_are_those_of_b():
     before, full = 3.0, 2.0  # of dense full
     low, high = row["alone"]["B_over_full_interval"]
     expected = sorted(gain_fraction(before, full + math.log(bound), full) for bound in (low, high))
-    assert plots.gain_interval(row, "alone") == pytest.approx(expected, abs=1e-9)
-    assert plots.gain_interval({**row, "full_gained": 0.0}, "alone") is None
+    assert charts.gain_interval(row, "alone") == pytest.approx(expected, abs=1e-9)
+    assert charts.gain_interval({**row, "full_gained": 0.0}, "alone") is None
 
 
-def test_a_label_that_has_a_free_place_is_there():
-    """Further off, if need be: the near places are all taken."""
-    around = Box(60, 150, 340, 250)
-    crowd = [Box(x, y, x + 9, y + 9) for x in range(60, 340, 10) for y in range(150, 250, 10)]
-    (label,) = keep_apart([(200, 200, "a label")], crowd, Box(0, 0, 500, 380), all_of_them=False)
-    assert label
-    x, y = map(float, re.search(r'text class="label" x="(.*?)" y="(.*?)"', label).groups())
-    assert Box(x, y - 10, x + 6.9 * 7, y + 3).shared(around) < 30
-    assert 'class="leader"' in label
-
-
-def test_labels_keep_apart():
-    chance = np.random.default_rng(0)
-    wanted = [(x, y, "a label") for x, y in chance.uniform(60, 300, (12, 2))]
-    labels = keep_apart(wanted, [Box(x - 4, y - 4, x + 4, y + 4) for x, y, _ in wanted], Box(0, 0, 500, 380))
-    places = [
-        tuple(map(float, re.search(r'text class="label" x="(.*?)" y="(.*?)"', t).groups())) for t in labels
-    ]
-    boxes = [Box(x, y - 10, x + 6.9 * 7, y + 3) for x, y in places]
-    assert not [1 for i, a in enumerate(boxes) for b in boxes[:i] if a.shared(b) > 0.5]
+def test_labels_keep_apart(figures):
+    """In a crowd some points have no label, and no label covers another one or a point."""
+    places = np.random.default_rng(0).random((60, 2)).tolist()
+    crowd = {f"rank={number}": tuple(place) for number, place in enumerate(places)}
+    figure = charts.scatter(crowd | {"rank=far away": (3.0, 3.0)}, "x", "y", "a crowd")
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    labels = {text.get_text(): text.get_tightbbox() for text in axes.texts}
+    assert "far away" in labels
+    assert 10 < len(labels) < 61
+    boxes = list(labels.values())
+    assert not [1 for at, box in enumerate(boxes) for other in boxes[:at] if box.overlaps(other)]
+    assert not [1 for box in boxes for x, y in axes.transData.transform(places) if box.contains(x, y)]

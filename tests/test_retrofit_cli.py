@@ -20,6 +20,8 @@ from attractor.hf.pretrained import load_pretrained
 from attractor.hf.teach import teach
 from attractor.tokenizer import PretrainedTokenizer, load
 from studies import retrofit as experiment
+from studies.report.readings import Result
+from studies.report.study_tables import shown
 
 tokenizers = pytest.importorskip("tokenizers")
 WORDS = "to be or not to be that is the question whether tis nobler in the mind to suffer"
@@ -244,7 +246,7 @@ def test_the_experiment(folder, text, tmp_path, monkeypatch):
     seen = []
     assert experiment.run("smoke", tmp_path, tmp_path / "again.json", **options, report=seen.append) == values
     assert all(record["found"] for record in seen)
-    assert "APN beside" in experiment.table(values)
+    assert "APN beside" in shown(Result(tmp_path / "result.json", values))
     assert values["cells"][0]["cells"] == len(experiment.METHODS)
 
     with monkeypatch.context() as patch:  # another shape is another cell for nobody else

@@ -14,6 +14,8 @@ from attractor.checkpoint import find_model
 from attractor.data import prepare
 from attractor.model import GPT
 from studies import table2
+from studies.report import study_tables
+from studies.report.readings import Result
 from studies.table2 import ROWS, Recipe, retention_at, verdict
 
 
@@ -59,7 +61,7 @@ def test_every_row(small):
     assert rows["dense, FFN only"]["trainable"] < rows["dense, everything"]["trainable"]
     assert rows["APN, everything"]["trainable"] == rows["APN, everything"]["parameters"]
     assert records[-1]["done"] == table2.work("smoke")
-    shown = table2.table(saved)
+    shown = study_tables.shown(Result(folder / "out.json", saved))
     assert all(name in shown for name in ROWS)
     # a second run finds everything done, and says the same
     again = table2.run("smoke", dataset, folder / "run", folder / "again.json", **options)

@@ -1,186 +1,331 @@
-"""What reports look like, and what their charts are made of: axes, labels that keep apart, files of SVG.
+"""The charts of results, drawn by matplotlib: for the page and for the figures of the documentation.
 
-A chart has a size of its own, so that its labels can be placed, and takes its colours from the page.
+Every function returns the text of an SVG, but for maps of patches, which have too many lines. A sheet has one
+chart for each shift and one legend for all. Families of methods share a colour; what stands out has a marker
+of its own, so that a sheet can be read in grey.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-Ticks = dict[float, str]
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.patches import Rectangle
 
-LOOK = """\
-:root { color-scheme: light dark; --paper: #fdfdfb; --ink: #1d2125; --muted: #646c75; --rule: #dfe0db;
-  --dense: #5672a8; --apn: #cb4b12; --even: #217a4b; --uneven: #96650a; --collapsed: #b3261e; }
-@media screen and (prefers-color-scheme: dark) {
-  :root { --paper: #15171a; --ink: #e6e7e4; --muted: #9aa2ab; --rule: #33373d;
-    --dense: #8eaae0; --apn: #ff8a50; --even: #6cc795; --uneven: #e3b04b; --collapsed: #ff8a80; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 58rem; padding: clamp(1.5rem, 5vw, 4rem) clamp(1.1rem, 4vw, 2.5rem);
-  background: var(--paper); color: var(--ink); font: 1rem/1.6 system-ui, -apple-system, "Segoe UI", Roboto,
-  "Helvetica Neue", "Liberation Sans", Arial, sans-serif; }
-h1 { margin: 0 0 1.2rem; font-size: clamp(1.8rem, 5vw, 2.6rem); line-height: 1.15; letter-spacing: -0.02em; }
-h2 { margin: 3.5rem 0 0.6rem; font-size: 1.3rem; letter-spacing: -0.01em; }
-h3 { margin: 0; font-size: 1rem; }
-p { margin: 0 0 1rem; max-width: 44rem; }
-.muted, footer, .key, .y-title, .x-title, .tick { color: var(--muted); font-size: 0.85rem; }
-.finding { border-left: 3px solid var(--apn); padding-left: 1rem; font-size: 1.1rem; }
-"""
+from attractor.figures import in_style, new_figure, png, svg
+from studies.report.tables import Table
 
-INK = """
-:root { --memory: #1a7a70; --mixture: #80519d; --local: #8c6000; --other: #646c75; --better: #2a6fb0;
-  --worse: #b3261e; }
-@media screen and (prefers-color-scheme: dark) {
-  :root { --memory: #5cc4b6; --mixture: #c79be3; --local: #d9a93a; --other: #9aa2ab; --better: #74b2ef;
-    --worse: #ff8a80; } }
-.dense { --colour: var(--dense); } .memory { --colour: var(--memory); } .apn { --colour: var(--apn); }
-.mixture { --colour: var(--mixture); } .local { --colour: var(--local); } .other { --colour: var(--other); }
-svg.chart { display: block; font-family: system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue",
-  "Liberation Sans", Arial, sans-serif; font-variant-numeric: tabular-nums; }
-.chart text { fill: var(--muted); font-size: 11px; } .chart .title { fill: var(--ink); font-size: 13px; }
-.chart .label { fill: var(--colour); font-size: 11.5px; font-weight: 600; paint-order: stroke;
-  stroke: var(--paper); stroke-width: 3px; stroke-linejoin: round; }
-.chart .grid { stroke: var(--rule); fill: none; } .chart .zero { stroke: var(--muted); fill: none; }
-.chart .front { stroke: var(--muted); fill: none; stroke-dasharray: 2 4; }
-.chart .spread, .chart .link, .chart .leader { stroke: var(--colour); fill: none; }
-.chart .link { stroke-dasharray: 4 3; opacity: 0.7; } .chart .leader { opacity: 0.6; stroke-width: 0.8; }
-.chart .alone { fill: var(--paper); stroke: var(--colour); stroke-width: 2; }
-.chart .guarded, .chart .stop { fill: var(--colour); stroke: var(--paper); stroke-width: 1; }
-.chart .way { fill: none; stroke: var(--colour); stroke-width: 2; stroke-linejoin: round; }
-.chart .step { fill: var(--colour); }
-.chart .faint { opacity: 0.3; } .chart .faint .picked { display: none; }
-.chart .A { fill: var(--better); } .chart .B { fill: var(--apn); }
-.chart .after { fill-opacity: 0.45; } .chart .before { fill: none; stroke: var(--ink); stroke-width: 0.8;
-  vector-effect: non-scaling-stroke; }
-.chart .cell { fill: var(--colour); } .chart .cell-text { fill: var(--ink); font-size: 10.5px; }
-.chart .warmer { --colour: var(--worse); } .chart .cooler { --colour: var(--better); }
-.chart .visited { fill: none; stroke: var(--ink); stroke-width: 1.2; }
-"""
-
-WIDTH, HEIGHT = 520, 380
-LEFT, RIGHT, TOP, BOTTOM = 52, 14, 14, 46
-MOST_COVERED = 30
-"""Of a label without a free place: square pixels of others that it covers, three times those outside."""
+Rows = Mapping[str, Mapping[str, Any]]
+"""Method -> what a result says about it on one shift."""
+IMPORTANT = (
+    "dense, full",
+    "dense, FFN only",
+    "dense, replay 5 %",
+    "APN, paper rule",
+    "APN, overlay",
+    "APN, overlay + all",
+)
+"""What stands out: large, with intervals, and with its trajectory."""
+MARKERS = "osD^XvP<>*pHd8"
+COLOURS = {
+    "dense": "#35559c",
+    "memory": "#1d9a8c",
+    "mixture": "#8d55ad",
+    "local": "#d79b1e",
+    "apn": "#c8380e",
+    "other": "#777777",
+}
+"""Dense without and with something of the old text; experts; APN changed in place, and in an overlay."""
 
 
-def ticks(low: float, high: float, most: int, unit: str = "") -> Ticks:
-    """Round numbers around what is to be drawn; the axis runs from the first to the last."""
-    span = (high - low) or 1.0
-    size = 10 ** math.floor(math.log10(span / most))
-    step = next(size * factor for factor in (1, 2, 5, 10) if size * factor * most >= span * (1 - 1e-9))
-    first, last = math.floor(low / step + 1e-9), math.ceil((low + span) / step - 1e-9)
-    digits = max(0, -math.floor(math.log10(step)))
-    return {number * step: f"{number * step:.{digits}f}{unit}" for number in range(first, last + 1)}
+class Look(NamedTuple):
+    colour: str
+    marker: str
 
 
-def place(value: float, ticks: Ticks) -> float:
-    """Where a value lies on an axis, in percent."""
-    low, high = min(ticks), max(ticks)
-    return 100 * (value - low) / (high - low)
+def family(method: str) -> str:
+    """Methods of a family share a colour; there are too many for one each."""
+    model = method.partition(",")[0]
+    if model == "dense":
+        return "memory" if any(word in method for word in ("EWC", "GEM", "replay")) else "dense"
+    if model == "APN":
+        return "apn" if "overlay" in method or "guarded" in method else "local"
+    return "mixture" if model in ("MoE", "Switch") else "other"
 
 
-class Box(NamedTuple):
-    left: float
-    top: float
-    right: float
-    bottom: float
+def looks(methods: Iterable[str]) -> dict[str, Look]:
+    """A colour for each family; a marker of its own for what stands out, for others one within the family."""
+    known = list(methods)
+    chosen = [method for method in known if method in important(known)]
+    found = {method: Look(COLOURS[family(method)], MARKERS[at]) for at, method in enumerate(chosen)}
+    rest = sorted(set(known) - set(chosen), key=lambda method: (family(method), known.index(method)))
+    for kind, members in itertools.groupby(rest, key=family):
+        for method, marker in zip(members, itertools.cycle(MARKERS[len(chosen) :]), strict=False):
+            found[method] = Look(COLOURS[kind], marker)
+    return found
 
-    def shared(self, other: "Box") -> float:
-        """The area of both."""
-        width = min(self.right, other.right) - max(self.left, other.left)
-        height = min(self.bottom, other.bottom) - max(self.top, other.top)
-        return max(0.0, width) * max(0.0, height)
+
+def important(methods: Iterable[str]) -> set[str]:
+    """The methods that stand out; of unknown ones the first few."""
+    known = list(methods)
+    return set(known) & set(IMPORTANT) or set(known[: len(IMPORTANT)])
 
 
-class Frame:
-    """Axes, and where values lie on them."""
+def gain_interval(row: Mapping[str, Any], way: str) -> tuple[float, float] | None:
+    """That of B against dense full, on the scale of gains; none where dense full gained nothing."""
+    now, gained = row[way], row["full_gained"]
+    if gained <= 0:
+        return None
+    low, high = (
+        now["gain"] + math.log(now["B_over_full"] / bound) / gained for bound in now["B_over_full_interval"]
+    )
+    return min(low, high), max(low, high)
 
-    box = Box(LEFT, TOP, WIDTH - RIGHT, HEIGHT - BOTTOM)
 
-    def __init__(self, xs: Iterable[float], ys: Iterable[float], x_title: str, y_title: str) -> None:
-        xs, ys = list(xs), list(ys)
-        self.x_ticks, self.y_ticks = ticks(min(xs), max(xs), 6), ticks(min(ys), max(ys), 6)
-        self.x_title, self.y_title = x_title, y_title
+class Spot(NamedTuple):
+    """A method in the plane of gain and forgetting, one way."""
 
-    def x(self, value: float) -> float:
-        return self.box.left + place(value, self.x_ticks) / 100 * (self.box.right - self.box.left)
+    lost: float
+    gain: float
+    lost_interval: Sequence[float]
+    gain_interval: Sequence[float]
 
-    def y(self, value: float) -> float:
-        return self.box.bottom - place(value, self.y_ticks) / 100 * (self.box.bottom - self.box.top)
 
-    def draw(self, marks: str, description: str, note: str) -> str:
-        left, top, right, bottom = self.box
-        grid = "".join(
-            f'<path class="{"zero" if value == 0 else "grid"}" d="M{left} {self.y(value):.1f}H{right}"/>'
-            f'<text x="{left - 6}" y="{self.y(value) + 4:.1f}" text-anchor="end">{text}</text>'
-            for value, text in self.y_ticks.items()
-        ) + "".join(
-            f'<path class="{"zero" if value == 0 else "grid"}" d="M{self.x(value):.1f} {top}V{bottom}"/>'
-            f'<text x="{self.x(value):.1f}" y="{bottom + 16}" text-anchor="middle">{text}</text>'
-            for value, text in self.x_ticks.items()
+def _spots(row: Mapping[str, Any]) -> dict[str, Spot]:
+    """Alone and guarded; nothing for a method whose numbers are not finite."""
+    found = {}
+    for way in ("alone", "guarded"):
+        now = row[way]
+        told = [now[key] for key in ("forgetting", "gain", "B", "B_over_full")]
+        told += [*now["forgetting_interval"], *now["B_over_full_interval"]]
+        if not all(value is not None and math.isfinite(value) for value in told):
+            return {}
+        gains = gain_interval(row, way) or (now["gain"], now["gain"])
+        found[way] = Spot(now["forgetting"], now["gain"], now["forgetting_interval"], gains)
+    return found
+
+
+@in_style
+def pareto(shifts: Mapping[str, Rows]) -> str:
+    """For each shift gain on B against forgetting of A: hollow alone, filled behind the guard."""
+    methods = list(dict.fromkeys(method for rows in shifts.values() for method in rows))
+    chosen, look = important(methods), looks(methods)
+    figure, axes = _sheet(len(shifts))
+    for place, (title, rows) in zip(axes, shifts.items(), strict=True):
+        found = {method: spots for method, row in rows.items() if (spots := _spots(row))}
+        for method in sorted(found, key=chosen.__contains__):  # what stands out is drawn last
+            _method(place, found[method], look[method], method in chosen)
+        _front(place, [spots["alone"] for spots in found.values()])
+        place.set(xlabel="forgetting of A, nats per byte", ylabel="gain on B, share of dense full")
+        _title(place, title, "better: up and left", [method for method in rows if method not in found])
+    handles = [_handle(method, look[method], method in chosen) for method in methods]
+    handles.append(
+        Line2D([], [], marker="o", color="black", markerfacecolor="white", linestyle="", label="alone")
+    )
+    handles.append(Line2D([], [], marker="o", color="black", linestyle="", label="behind the guard"))
+    handles.append(Line2D([], [], color="black", linewidth=1, label="95 % interval"))
+    handles.append(Line2D([], [], color="grey", linestyle=":", label="best of those alone"))
+    _legend(figure, handles)
+    return svg(figure)
+
+
+def _method(axes: Axes, spots: Mapping[str, Spot], look: Look, large: bool) -> None:
+    alpha, size = (1.0, 7.5) if large else (0.55, 4.5)
+    alone, guarded = spots["alone"], spots["guarded"]
+    axes.plot(
+        [alone.lost, guarded.lost], [alone.gain, guarded.gain], "--", color=look.colour, lw=0.6, alpha=alpha
+    )
+    for way, spot in spots.items():
+        if large:
+            axes.plot(spot.lost_interval, [spot.gain] * 2, color=look.colour, linewidth=1)
+            axes.plot([spot.lost] * 2, spot.gain_interval, color=look.colour, linewidth=1)
+        inside = "white" if way == "alone" else look.colour
+        axes.plot(
+            spot.lost,
+            spot.gain,
+            look.marker,
+            color=look.colour,
+            markerfacecolor=inside,
+            markersize=size,
+            alpha=alpha,
         )
-        titles = (
-            f'<text x="{(left + right) / 2:.0f}" y="{bottom + 34}" text-anchor="middle">{self.x_title}</text>'
-            f'<text transform="translate(12 {(top + bottom) / 2:.0f}) rotate(-90)" text-anchor="middle">'
-            f"{self.y_title}</text>{note}"
-        )
-        return svg(WIDTH, HEIGHT, grid + titles + marks, description)
 
 
-def svg(width: float, height: float, marks: str, description: str, more: str = "") -> str:
-    return (
-        f'<svg class="chart" viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}"{more} '
-        f'role="img" aria-label="{escape(description)}">{marks}</svg>'
+def _front(axes: Axes, spots: Sequence[Spot]) -> None:
+    """The steps beyond which no method gets without the guard."""
+    corners: list[Spot] = []
+    for spot in sorted(spots, key=lambda spot: (spot.lost, -spot.gain)):
+        if not corners or spot.gain > corners[-1].gain:
+            corners.append(spot)
+    if corners:
+        places, gains = [spot.lost for spot in corners], [spot.gain for spot in corners]
+        axes.step([*places, axes.get_xlim()[1]], [*gains, gains[-1]], ":", where="post", color="grey")
+
+
+@in_style
+def trajectories(shifts: Mapping[str, Rows]) -> str:
+    """For each shift A against B along the steps, of a few methods; a large dot is the step that counts."""
+    methods = list(dict.fromkeys(method for rows in shifts.values() for method in rows))
+    chosen, look = important(methods), looks(methods)
+    figure, axes = _sheet(len(shifts))
+    for place, (title, rows) in zip(axes, shifts.items(), strict=True):
+        left_out = []
+        for method, row in rows.items():
+            way = [p for p in row["trajectory"] if math.isfinite(p["A"]) and math.isfinite(p["B"])]
+            if not way:
+                left_out.append(method)
+            elif method in chosen:
+                colour, marker = look[method]
+                best = [p for p in way if p["step"] == row["best_steps"][0]]
+                for points, line, size in ((way, "-", 4), (best, "", 9)):
+                    x, y = [p["B"] for p in points], [p["A"] for p in points]
+                    place.plot(x, y, color=colour, marker=marker, linestyle=line, markersize=size)
+        place.set(xlabel="loss of B, nats per byte", ylabel="loss of A, nats per byte")
+        _title(place, title, "better: down and left", left_out)
+    _legend(figure, [_handle(method, look[method], True) for method in methods if method in chosen])
+    return svg(figure)
+
+
+@in_style
+def scatter(
+    points: Mapping[str, tuple[float, float]],
+    x_title: str,
+    y_title: str,
+    title: str,
+    spreads: Mapping[str, tuple[float, float]] | None = None,
+) -> str:
+    """Named points, one for each model, and from where to where its seeds go, if there are several.
+
+    Models called "option=value" share the look of their option; the value stands beside the point where there
+    is room.
+    """
+    found = {name: point for name, point in points.items() if all(map(math.isfinite, point))}
+    groups = list(dict.fromkeys(name.partition("=")[0] for name in found))
+    figure = new_figure(8.4, 4.2)
+    axes = figure.subplots()
+    handles = []
+    for number, group in enumerate(groups):
+        look = Look(f"C{number % 10}", MARKERS[number % len(MARKERS)])
+        handles.append(_handle(group, look, True))
+        members = [point for name, point in found.items() if name.partition("=")[0] == group]
+        axes.plot(*zip(*members, strict=True), look.marker, color=look.colour, markersize=6.5, alpha=0.9)
+    for name, ends in (spreads or {}).items():
+        axes.plot([points[name][0]] * 2, ends, color="black", linewidth=0.8)
+    axes.set(xlabel=x_title, ylabel=y_title)
+    _title(axes, title, "", [name for name in points if name not in found])
+    figure.legend(handles=handles, loc="outside right upper", fontsize=8)
+    _label(figure, axes, {point: name.partition("=")[2] for name, point in found.items() if "=" in name})
+    return svg(figure)
+
+
+def _label(figure: Figure, axes: Axes, labels: Mapping[tuple[float, float], str]) -> None:
+    """Beside each point its label, where that covers no point and no other label."""
+    if not labels:
+        return
+    figure.draw_without_rendering()  # only then is known where points lie
+    places = axes.transData.transform(list(labels)) * 72 / figure.dpi
+    taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in places]
+    for (point, label), (x, y) in zip(labels.items(), places, strict=True):
+        width = 5.2 * len(label)
+        for right, up in ((6, 2), (-6 - width, 2), (6, -9), (-6 - width, -9)):
+            box = (x + right, y + up - 2, x + right + width, y + up + 8)
+            if not any(box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3] for b in taken):
+                taken.append(box)
+                axes.annotate(label, point, (right, up), textcoords="offset points", fontsize=7.5)
+                break
+
+
+@in_style
+def usage(routed: Mapping[str, Mapping[str, Any]]) -> bytes:
+    """Methods by layers, as PNG: how often A (up) and B (down) select each patch, after (filled) and before.
+
+    Patches are in the order in which A prefers them to B, before; heights share a scale within a layer.
+    """
+    layers = list(next(iter(routed.values()))["before"])
+    figure = new_figure(1.3 * len(layers) + 2.4, 0.6 * len(routed) + 0.9)
+    axes = figure.subplots()
+    for column, layer in enumerate(layers):
+        shares = {
+            method: [routing[when][layer]["usage"] for when in ("before", "after")]
+            for method, routing in routed.items()
+        }
+        top = max(max(map(max, text)) for pair in shares.values() for text in pair) or 1.0
+        for row, (before, after) in enumerate(shares.values()):
+            order = np.argsort(np.subtract(before[1], before[0]), kind="stable")
+            edges = column + 0.9 * np.linspace(0, 1, len(order) + 1)
+            for sign, text, colour in ((1, 0, COLOURS["dense"]), (-1, 1, COLOURS["apn"])):
+                heights = [
+                    -row + sign * 0.45 * np.asarray(when[text])[order] / top for when in (after, before)
+                ]
+                axes.stairs(heights[0], edges, baseline=-row, fill=True, color=colour, alpha=0.6)
+                axes.stairs(heights[1], edges, baseline=None, color="black", linewidth=0.7)
+    axes.set_xticks([column + 0.45 for column in range(len(layers))], [f"layer {layer}" for layer in layers])
+    axes.set_yticks([-row for row in range(len(routed))], list(routed))
+    axes.grid(visible=False)
+    handles = [
+        Rectangle((0, 0), 1, 1, color=colour, alpha=0.6, label=label)
+        for label, colour in (("A, after", COLOURS["dense"]), ("B, after", COLOURS["apn"]))
+    ]
+    _legend(figure, [*handles, Line2D([], [], color="black", linewidth=0.7, label="before")])
+    return png(figure)
+
+
+@in_style
+def heat(tables: Sequence[Table]) -> str:
+    """Tables of shaded cells, each as a picture; a frame is where the stream just was."""
+    columns = 3
+    rows = -(-len(tables) // columns)
+    figure = new_figure(3.9 * min(columns, len(tables)), (0.27 * len(tables[0].rows) + 0.6) * rows)
+    axes = list(figure.subplots(rows, min(columns, len(tables)), squeeze=False).flat)
+    for place, table in zip(axes, tables, strict=False):
+        shades = [[cell.heat or 0.0 for cell in cells[1:]] for cells in table.rows]
+        place.imshow(shades, cmap="RdBu_r", vmin=-2, vmax=2, aspect="auto")
+        for y, cells in enumerate(table.rows):
+            for x, cell in enumerate(cells[1:]):
+                place.text(x, y, cell.text, ha="center", va="center", fontsize=8)
+                if cell.kind == "visited":
+                    place.add_patch(Rectangle((x - 0.48, y - 0.46), 0.96, 0.92, fill=False, linewidth=1.2))
+        place.set_xticks(range(len(table.columns) - 1), [column.title for column in table.columns[1:]])
+        place.set_yticks(range(len(table.rows)), [cells[0].text for cells in table.rows])
+        place.tick_params(length=0, top=False, bottom=False)
+        place.set_title(table.caption, fontsize=9, loc="left")
+        place.grid(visible=False)
+        place.spines[:].set_visible(False)
+    for empty in axes[len(tables) :]:
+        empty.set_visible(False)
+    return svg(figure)
+
+
+def _sheet(count: int) -> tuple[Figure, Sequence[Axes]]:
+    """A figure of so many charts, two beside each other."""
+    rows, columns = -(-count // 2), min(count, 2)
+    figure = new_figure(5.3 * columns, 4.0 * rows + 1.1)
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for empty in axes[count:]:
+        empty.set_visible(False)
+    return figure, axes[:count]
+
+
+def _title(axes: Axes, title: str, better: str, left_out: Sequence[str]) -> None:
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.set_title(better, loc="right", fontsize=8, color="#555555")
+    if left_out:
+        more = f" and {len(left_out) - 2} more" if len(left_out) > 2 else ""
+        told = f"not drawn, not finite: {'; '.join(left_out[:2])}{more}"
+        axes.text(0.98, 0.02, told, transform=axes.transAxes, ha="right", fontsize=7.5, color="#555555")
+
+
+def _handle(name: str, look: Look, large: bool) -> Line2D:
+    size, alpha = (7, 1.0) if large else (4.5, 0.55)
+    return Line2D(
+        [], [], marker=look.marker, color=look.colour, linestyle="", markersize=size, alpha=alpha, label=name
     )
 
 
-def sheet(charts: Mapping[str, str], columns: int, width: float = WIDTH, height: float = HEIGHT) -> str:
-    """Charts with a title each as one SVG file that needs no page; light and dark."""
-    placed = ""
-    for number, (title, chart) in enumerate(charts.items()):
-        x, y = number % columns * (width + 16), number // columns * (height + 34)
-        moved = chart.replace("<svg ", f'<svg x="{x:g}" y="{y + 30:g}" ', 1)
-        placed += f'<text class="title" x="{x + 8:g}" y="{y + 18:g}">{escape(title)}</text>{moved}'
-    rows, columns = -(-len(charts) // columns), min(columns, len(charts))
-    across, down = columns * (width + 16) - 16, rows * (height + 34)
-    palette = LOOK[: LOOK.index("* {")]
-    paper = f'<rect width="{across:g}" height="{down:g}" style="fill: var(--paper)"/>'
-    style = f"<style>{palette}{INK}</style>"
-    return svg(across, down, style + paper + placed, "; ".join(charts), ' xmlns="http://www.w3.org/2000/svg"')
-
-
-def keep_apart(
-    wanted: Sequence[tuple[float, float, str]], points: Sequence[Box], frame: Box, *, all_of_them: bool = True
-) -> list[str]:
-    """Labels of points, (x, y, text), as SVG: the first gets the best place, no two on top of each other.
-
-    Unless all of them are wanted, a label without a free place is empty.
-    """
-    taken, drawn = list(points), []
-    distances = (0, 12, 26, 42, 60) if len(wanted) <= 12 else (0, 12, 26)  # long leaders confuse in a crowd
-    for x, y, text in wanted:
-        width, choices = 6.9 * len(text), []
-        for far in distances:
-            for right, down in ((1, 0), (-1, 0), (1, -1), (1, 1), (-1, -1), (-1, 1), (0, -1), (0, 1)):
-                start = (
-                    x + right * (9 + far / 2) - (0, width / 2, width)[0 if right > 0 else 2 if right else 1]
-                )
-                base = y + 4 + down * (11 + far)
-                box = Box(start, base - 10, start + width, base + 3)
-                hidden = sum(box.shared(other) for other in taken)
-                outside = width * 13 - box.shared(frame)
-                covered = hidden + 3 * outside
-                choices.append((round(covered + far + abs(right * down), 3), covered, start, base, box))
-        _, covered, start, base, box = min(choices, key=lambda choice: (choice[1] > MOST_COVERED, choice[0]))
-        if covered > MOST_COVERED and not all_of_them:
-            drawn.append("")
-            continue
-        taken.append(box)
-        near = min(max(x, box.left), box.right), min(max(y, box.top), box.bottom)
-        leader = ""
-        if math.dist(near, (x, y)) > 14:
-            leader = f'<path class="leader" d="M{x:.1f} {y:.1f}L{near[0]:.1f} {near[1]:.1f}"/>'
-        label = f'<text class="label" x="{start:.1f}" y="{base:.1f}">{escape(text)}</text>'
-        drawn.append(f'<g class="picked">{leader}{label}</g>')
-    return drawn
+def _legend(figure: Figure, handles: Sequence[Any]) -> None:
+    columns = 4 if figure.get_figwidth() > 8 else 2
+    figure.legend(handles=list(handles), loc="outside lower center", ncols=columns, fontsize=8)

@@ -1,6 +1,6 @@
 """Results as a page of the documentation: Markdown tables, figures in SVG, and a place for conclusions.
 
-    python -m studies report results/shifts-full.json --out report.html --docs docs/results.md
+    python -m studies report results/shifts-h200.json --out report.html --docs docs/results.md
 
 Everything is rendered from JSON, byte for byte the same each time, but for the text between two comments:
 they are not generated, and whoever wrote them finds them again.
@@ -13,21 +13,8 @@ from pathlib import Path
 from urllib.parse import quote
 
 from studies.cells import slug
-from studies.report import accounts, plots
-from studies.report.charts import sheet
-from studies.report.readings import (
-    EXPERIMENTS,
-    Bench,
-    Result,
-    bench_of,
-    claim_tables,
-    heat_table,
-    overview,
-    progressive_table,
-    provenance,
-    shift_table,
-    stream_table,
-)
+from studies.report import bench_tables, charts, study_tables
+from studies.report.readings import Bench, Result, bench_of, provenance
 from studies.report.tables import Table, markdown, plain
 
 BEGIN = "<!-- conclusions: written by hand, and kept when this page is generated again -->"
@@ -49,15 +36,30 @@ def render(results: Sequence[Result], docs: Path, out: Path) -> Files:
     stems = [slug(result.path.stem) for result in results]
     if twice := {stem for stem in stems if stems.count(stem) > 1}:
         raise ValueError(f"figures are named after results: several are called {sorted(twice)}; rename them")
-    figures: Files = {}
+    files: Files = {docs: ""}
     parts = [_head(results, docs, out), BEGIN, kept(docs), END]
     above: list[Bench] = []
     for result, stem in zip(results, stems, strict=True):
         with result.whole():
-            text, drawn = _section(result, docs, stem, above)
-        parts.append(text)
-        figures |= {docs.parent / "figures" / name: svg for name, svg in drawn.items()}
-    return {docs: "\n\n".join(parts) + "\n"} | figures
+            figures = _Figures(docs.parent / "figures", stem)
+            parts.append("\n\n".join(_section(result, docs, figures, above)))
+        files |= figures.drawn
+    files[docs] = "\n\n".join(parts) + "\n"
+    return files
+
+
+class _Figures:
+    """The figures of one result, named after it."""
+
+    def __init__(self, folder: Path, stem: str) -> None:
+        self.folder, self.stem = folder, stem
+        self.drawn: Files = {}
+
+    def add(self, name: str, title: str, drawing: str) -> str:
+        """What the page says where the figure stands."""
+        file = f"{self.stem}_{slug(name)}.svg"
+        self.drawn[self.folder / file] = drawing
+        return f"![{plain(title)}](figures/{file})"
 
 
 def kept(docs: Path) -> str:
@@ -99,80 +101,62 @@ def _head(results: Sequence[Result], docs: Path, out: Path) -> str:
     )
 
 
-def _section(result: Result, docs: Path, stem: str, above: list[Bench]) -> tuple[str, dict[str, str]]:
+def _section(result: Result, docs: Path, figures: _Figures, above: list[Bench]) -> list[str]:
     facts = "; ".join(f"{name.lower()}: {plain(value)}" for name, value in provenance(result.values).items())
     source = f"`{result.path.name}`"
     if shown(result.path) != result.path.name or result.path.resolve().parent == Path.cwd().resolve():
         there = os.path.relpath(result.path.resolve(), docs.resolve().parent)
         source = f"[{plain(result.path.name)}]({quote(Path(there).as_posix())})"
-    parts = [f"## {EXPERIMENTS[result.experiment]}", f"{source}; {facts}."]
-    if result.values.get("size") == "smoke":
+    parts = [f"## {result.title}", f"{source}; {facts}."]
+    if result.smoke:
         parts.append(SMOKE)
-    figures: dict[str, str] = {}
-    if result.experiment in ("shifts", "forgetting"):
-        if result.experiment == "forgetting":
-            parts += _tables([accounts.promises(result), accounts.harm(result)])
-        bench = bench_of(result.values)
-        text, figures = _bench(bench, stem, above)
-        parts += text
+    parts += _tables(study_tables.TABLES[result.study](result))
+    if result.study in study_tables.CHARTS:
+        drawn = study_tables.CHARTS[result.study](result)
+        parts += [figures.add(title, title, drawing) for title, drawing in drawn.items()]
+    if bench := bench_of(result.values):
+        parts += _bench(bench, figures, above)
         above.append(bench)
-    else:
-        told = getattr(accounts, result.experiment)(result)
-        parts += _tables([told] if isinstance(told, Table) else told)
-        if result.experiment in accounts.PLOTS:
-            figures[f"{stem}.svg"] = sheet(accounts.PLOTS[result.experiment](result), 2)
-            parts.append(f"![{plain(EXPERIMENTS[result.experiment])}](figures/{stem}.svg)")
-    return "\n\n".join(parts), figures
+    return parts
 
 
 def _tables(tables: Sequence[Table]) -> list[str]:
     return [part for table in tables for part in (f"{plain(table.caption)}:", markdown(table))]
 
 
-def _bench(bench: Bench, stem: str, above: Sequence[Bench]) -> tuple[list[str], dict[str, str]]:
+def _bench(bench: Bench, figures: _Figures, above: Sequence[Bench]) -> list[str]:
     """Figures and means of everything; no table twice: several results may have cells in common."""
-    numbers = {method: number for number, method in enumerate(bench.methods)}
     parts = [LEGEND]
-    figures: dict[str, str] = {}
-
-    def figure(name: str, title: str, drawn: str) -> str:
-        file = f"{stem}_{slug(name)}.svg"
-        figures[file] = drawn
-        return f"![{plain(title)}](figures/{file})"
-
     for source, shifts in bench.shifts.items():
         titles = {shift: f"{source} \u2192 {shift}" for shift in shifts}
-        spots = {titles[s]: plots.pareto(rows, numbers, titles[s], faint=True) for s, rows in shifts.items()}
-        ways = {titles[s]: plots.trajectories(rows, numbers, titles[s], faint=True)
-                for s, rows in shifts.items()}  # fmt: skip
-        parts += [f"### Pretrained on {plain(source)}", *_tables([overview(source, shifts)])]
+        sheet = {titles[shift]: rows for shift, rows in shifts.items()}
+        title = f"Gain on B against forgetting of A, {source}"
+        parts += [f"### Pretrained on {plain(source)}", *_tables([bench_tables.overview(source, shifts)])]
+        parts.append(figures.add(f"pareto {source}", title, charts.pareto(sheet)))
         parts.append(
-            figure(f"pareto {source}", f"Gain on B against forgetting of A, {source}", sheet(spots, 2))
+            "Hollow is alone, filled behind the guard; a few methods are large, with their intervals."
         )
-        parts.append("Hollow is alone, filled behind the guard; what is not labelled is named in the table.")
-        parts.append(
-            figure(f"trajectories {source}", f"Loss of A against loss of B, {source}", sheet(ways, 2))
-        )
-        parts.append("The way of a few methods, alone, first seed; a large dot is where a run stopped.")
+        title = f"Loss of A against loss of B, {source}"
+        parts.append(figures.add(f"trajectories {source}", title, charts.trajectories(sheet)))
+        parts.append("The way of a few methods, alone, first seed; a large mark is where a run stopped.")
         known = [shift for shift, rows in shifts.items() if _is_above(source, shift, rows, above)]
         if known:
             parts.append(f"The same figures, in full, stand above: {plain(', '.join(known))}.")
-        parts += _tables([shift_table(titles[s], rows) for s, rows in shifts.items() if s not in known])
-    streams = bench.streams
-    if any(streams == part.streams for part in above):
-        return parts, figures
-    heats = [heat_table(streams, method) for method in streams["methods"]]
-    drawn = {table.caption: plots.heat(table) for table in heats}
-    width = 92 + 74 * max(len(table.columns) - 1 for table in heats)
-    order = plain(" \u2192 ".join(streams["order"]))
-    parts.append(f"### A stream without labels: {order}")
-    parts += _tables([stream_table(streams), progressive_table(streams)])
-    height = 22 + 24 * len(heats[0].rows)
-    parts.append(figure("stream", "What each visit did to every domain", sheet(drawn, 3, width, height)))
+        told = [bench_tables.shift_table(titles[s], rows) for s, rows in shifts.items() if s not in known]
+        parts += _tables(told)
+    if any(bench.streams == part.streams for part in above):
+        return parts
+    order = " \u2192 ".join(bench.streams["order"])
+    parts.append(f"### A stream without labels: {plain(order)}")
+    parts += _tables(
+        [bench_tables.stream_table(bench.streams), bench_tables.progressive_table(bench.streams)]
+    )
+    drawing = charts.heat(bench_tables.heat_tables(bench.streams))
+    parts.append(figures.add("stream", "What each visit did to every domain", drawing))
     parts.append(
         "Loss at the start, then what each visit made of it, in nats per byte; warm is worse, cool is better."
     )
-    return [*parts, *_tables(claim_tables(streams))], figures
+    return parts + _tables(bench_tables.claim_tables(bench.streams))
 
 
 def _is_above(source: str, shift: str, rows: Mapping[str, object], above: Sequence[Bench]) -> bool:

@@ -1,8 +1,7 @@
-"""A table that a page and Markdown both show: what a cell says, what it sorts by, what belongs beside it."""
+"""A table that a page, Markdown and a terminal show: what a cell says, sorts by, and has beside it."""
 
 import math
 from collections.abc import Sequence
-from html import escape
 from itertools import groupby
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ class Cell(NamedTuple):
 class Column(NamedTuple):
     title: str
     group: str = ""
-    main: bool = True  # also in Markdown
+    main: bool = True  # also in Markdown and in a terminal
     words: bool = False
 
 
@@ -32,6 +31,17 @@ class Table(NamedTuple):
     caption: str
     columns: Sequence[Column]
     rows: Sequence[Sequence[Cell]]
+
+    @property
+    def groups(self) -> list[tuple[str, int]]:
+        """What stands above neighbouring columns, and above how many."""
+        return [(group, len(list(part))) for group, part in groupby(column.group for column in self.columns)]
+
+    def main(self) -> "Table":
+        """The same without the columns that only a page has room for."""
+        kept = [at for at, column in enumerate(self.columns) if column.main]
+        rows = [[row[at] for at in kept] for row in self.rows]
+        return Table(self.caption, [self.columns[at] for at in kept], rows)
 
 
 def name(text: str, note: str = "") -> Cell:
@@ -67,51 +77,17 @@ def size(nbytes: float | None) -> Cell:
     return Cell(f"{nbytes / unit:,.1f} {word}", nbytes)
 
 
-def html(table: Table) -> str:
-    """With what a script needs for sorting; it reads well without one. Scrolls by itself when too wide."""
-    groups = [(group, len(list(part))) for group, part in groupby(column.group for column in table.columns)]
-    above = "".join(
-        f'<th scope="colgroup" colspan="{width}">{escape(group)}</th>' if group
-        else f'<td colspan="{width}"></td>'
-        for group, width in groups
-    )  # fmt: skip
-    heads = "".join(
-        f'<th scope="col" data-sort="{"words" if column.words else "numbers"}"'
-        f"{' class=words' if column.words else ''}>{escape(column.title)}</th>"
-        for column in table.columns
-    )
-    body = "".join(
-        f"<tr>{''.join(_cell(cell, at, table.columns[at]) for at, cell in enumerate(row))}</tr>\n"
-        for row in table.rows
-    )
-    grouped = f'<tr class="groups">{above}</tr>\n' if any(column.group for column in table.columns) else ""
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(table.caption)}">'
-        f'<table class="sortable">\n<caption><span>{escape(table.caption)}</span></caption>\n<thead>{grouped}'
-        f"<tr>{heads}</tr></thead>\n<tbody>\n{body}</tbody>\n</table></div>"
-    )
-
-
-def _cell(cell: Cell, at: int, column: Column) -> str:
-    tag = 'th scope="row"' if at == 0 else "td"
-    shade = "" if cell.heat is None else "warm" if cell.heat > 0 else "cool"
-    kinds = " ".join(kind for kind in (cell.kind, shade, "words" if column.words else "") if kind)
-    kind = f' class="{kinds}"' if kinds else ""
-    if cell.heat is not None:
-        kind += f' style="--heat: {50 * min(1.0, abs(cell.heat)):.0f}%"'
-    value = "" if cell.value is None else f' data-value="{escape(str(cell.value))}"'
-    note = f" <small>{escape(cell.note)}</small>" if cell.note else ""
-    return f"<{tag}{kind}{value}>{escape(cell.text)}{note}</{tag[:2]}>"
+def spread(values: Sequence[float]) -> tuple[float, float] | None:
+    """From the smallest to the largest, of several."""
+    return (min(values), max(values)) if len(values) > 1 else None
 
 
 def markdown(table: Table) -> str:
-    """The main columns."""
-    kept = [at for at, column in enumerate(table.columns) if column.main]
-    heads = [", ".join(part for part in table.columns[at][1::-1] if part) for at in kept]
-    lines = [heads, ["---" if table.columns[at].words else "---:" for at in kept]]
-    lines += [
-        [row[at].text + (f" ({row[at].note})" if row[at].note else "") for at in kept] for row in table.rows
-    ]
+    """The main columns, with intervals in brackets."""
+    _, columns, rows = table.main()
+    lines = [[", ".join(part for part in (column.group, column.title) if part) for column in columns]]
+    lines.append(["---" if column.words else "---:" for column in columns])
+    lines += [[cell.text + (f" ({cell.note})" if cell.note else "") for cell in row] for row in rows]
     return "\n".join(f"| {' | '.join(plain(text) for text in line)} |" for line in lines)
 
 
@@ -121,3 +97,22 @@ def plain(text: str) -> str:
     for sign in "\\`*_[]<|":
         one_line = one_line.replace(sign, "\\" + sign)
     return one_line
+
+
+def text(table: Table) -> str:
+    """The main columns for a terminal, without intervals."""
+    table = table.main()
+    lines = [[column.title for column in table.columns]]
+    lines += [[" ".join(cell.text.split()) for cell in row] for row in table.rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    above, at = [], 0
+    for group, columns in table.groups:
+        across = sum(widths[at : at + columns]) + 2 * (columns - 1)
+        widths[at] += max(0, len(group) - across)
+        above.append(f"{group:>{max(across, len(group))}s}")
+        at += columns
+    shown = [f"{table.caption}:", *(["  ".join(above)] if any(group for group, _ in table.groups) else [])]
+    for line in lines:
+        cells = zip(line, table.columns, widths, strict=True)
+        shown.append("  ".join(f"{cell:{'<' if c.words else '>'}{width}s}" for cell, c, width in cells))
+    return "\n".join(line.rstrip() for line in shown)

@@ -1,0 +1,246 @@
+"""The tables and charts of single studies: promises, the paper's tables, options, matches, retrofits."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from studies.report import bench_tables, charts
+from studies.report.readings import Result, bench_of
+from studies.report.tables import MISSING, Cell, Column, Table, count, name, number, size, spread, text
+from studies.table2 import verdict
+
+
+def shown(result: Result) -> str:
+    """What a terminal shows: tables, and sentences about them."""
+    bench = bench_of(result.values)
+    tables = [*TABLES[result.study](result), *(bench_tables.told(bench) if bench else ())]
+    sentences = verdict(result.values) if result.study == "table2" else []
+    return "\n\n".join(filter(None, [*map(text, tables), "\n".join(sentences)]))
+
+
+def forgetting(result: Result) -> list[Table]:
+    return [promises(result), harm(result)]
+
+
+def promises(result: Result) -> Table:
+    """What must hold, what was found, and whether that is enough."""
+    columns = [
+        Column("promise", words=True),
+        Column("worst figure"),
+        Column("must be"),
+        Column("verdict", words=True),
+        Column("worst case", words=True),
+    ]
+    lines = []
+    for row in result.values["shows"]:
+        worst, must = row["worst"], row["must"]
+        case = next((case for case, figure in row["figures"].items() if figure == worst), "")
+        if worst is None or not math.isfinite(worst):
+            verdict = Cell("not measured", "not measured", kind="bad" if result.judged else "")
+        elif not result.judged:
+            verdict = Cell("not judged at this size", "not judged")
+        else:
+            verdict = (
+                Cell("holds", "holds", kind="good") if row["holds"] else Cell("missed", "missed", kind="bad")
+            )
+        close = worst not in (None, must) and f"{worst:.4f}" == f"{must:.4f}"
+        figure = number(worst, ".7f" if close else ".4f")  # rounding must not hide on which side it is
+        sign = "\u2265" if row["at_least"] else "\u2264"
+        lines.append([name(row["what"]), figure, Cell(f"{sign} {must:g}", must), verdict, name(case)])
+    return Table("What the guard promises", columns, lines)
+
+
+def figures(result: Result) -> Table:
+    """Every figure behind the promises."""
+    columns = [Column("promise", words=True), Column("case", words=True), Column("figure")]
+    lines = [
+        [name(row["what"]), name(case), number(figure, ".4f", row.get("intervals", {}).get(case))]
+        for row in result.values["shows"]
+        for case, figure in row["figures"].items()
+    ]
+    return Table("Every figure, with its 95 % interval where there is one", columns, lines)
+
+
+def harm(result: Result) -> Table:
+    found, group = result.values["harm"], "loss of A, nats"
+    columns = [Column("overlay", words=True), Column("alone", group), Column("guarded", group)]
+    columns.append(Column("rise of A's perplexity, guarded"))
+    lines = [
+        [
+            name(overlay),
+            number(part["alone"], ".4f"),
+            number(part["guarded"], ".4f"),
+            Cell(f"{part['rise']:.4%}", part["rise"]),
+        ]
+        for overlay, part in found["overlays"].items()
+    ]
+    caption = (
+        f"Overlays made to ruin A, whose loss was {found['before']:.4f}; the bound allows a rise of "
+        f"{found['bound']:.4%}"
+    )
+    return Table(caption, columns, lines)
+
+
+def table1(result: Result) -> list[Table]:
+    columns = [Column("model", words=True), Column("validation perplexity"), Column("random batches")]
+    columns += map(Column, ("best step", "parameters", "active", "multiply-adds per token", "seconds"))
+    columns += [Column(title, main=False) for title in ("tokens per second", "MFU", "peak memory")]
+    columns.append(Column("usage entropy"))
+    none, lines = number(None), []
+    for model, row in result.values["rows"].items():
+        line = [name(model), number(row["val_ppl"]), number(row["val_ppl_random_batches"])]
+        line += [number(row["best_step"], "d"), count(row["parameters"]), count(row["active_parameters"])]
+        line += [count(row["multiply_adds_per_token"]), number(row["training_seconds"], ".0f")]
+        line += [number(row["tokens_per_second"], ",.0f"), number(row.get("mfu"), ".3f")]
+        lines.append([*line, size(row.get("peak_memory_bytes")), number(row.get("usage_entropy"), ".2f")])
+        if paper := (result.values.get("paper") or {}).get(model):
+            line = [name(f"{model}, in the paper"), none, number(paper["val_ppl"], ".2f"), none]
+            line += [count(paper["parameters"]), none, none, number(paper["minutes"] * 60, ".0f")]
+            lines.append([*line, none, number(paper["mfu"], ".3f"), none, none])
+    return [Table("Random batches are the paper's way to evaluate", columns, lines)]
+
+
+def table2(result: Result) -> list[Table]:
+    """One table for each protocol."""
+    points = {"before": "before", "best": "best", "end": "after"}
+    columns = [Column("what learns", words=True)]
+    columns += [Column(title, f"perplexity of {domain}") for domain in "AB" for title in points]
+    columns += [Column("best step"), Column("trained"), Column("changed")]
+    columns += [Column("usage entropy", main=False), Column("seconds", main=False)]
+    tables = []
+    for protocol, part in result.values["protocols"].items():
+        lines = []
+        for method, row in part["rows"].items():
+            line = [name(method), *(number(row[key][x], ".2f") for x in "AB" for key in points.values())]
+            line += [number(row["best"]["step"], "d"), count(row["trainable"]), count(row["changed"])]
+            lines.append([*line, number(row.get("usage_entropy"), ".2f"), number(row["seconds"], ".0f")])
+            if protocol == "paper" and (paper := (result.values.get("paper") or {}).get(method)):
+                known = [number(paper.get(f"{x}_{key}"), ".2f") for x in "AB" for key in points.values()]
+                lines.append([name(f"{method}, in the paper"), *known, *[number(None)] * 5])
+        settings = part["settings"]
+        chosen = "validation text" if settings["stops_early"] else "held-out text itself"
+        unknown = f" ({part['left_out']:,} characters left out)" if part.get("left_out") else ""
+        caption = (
+            f"The {protocol} protocol: {settings['steps']} steps of {settings['batch_size']} sequences, "
+            f"learning rate {settings['learning_rate']:g}, {part['train_tokens']:,} tokens of B{unknown}; "
+            f"best by B's {chosen}"
+        )
+        tables.append(Table(caption, columns, lines))
+    return tables
+
+
+def sensitivity(result: Result) -> list[Table]:
+    values = result.values
+    titles = ["validation perplexity", "usage entropy", "overlap of A and B", "forgetting of A, nats"]
+    titles += ["B afterwards, nats", "parameters", "multiply-adds per token"]
+    columns = [Column("what is changed", words=True), *map(Column, titles)]
+    lines = []
+    for changed, row in values["rows"].items():
+        line = [name(changed), number(row["val_ppl"], ".3f", spread(row["val_ppl_seeds"]))]
+        line += [number(row[key]) for key in ("usage_entropy", "overlap", "forgetting", "B")]
+        lines.append([*line, count(row["parameters"]), count(row["multiply_adds_per_token"])])
+    way = f"{' to '.join(values['shift'])} by {values['method']} at a rate of {values['rate']:g}"
+    return [Table(f"One option changed at a time, then adapted from {way}", columns, lines)]
+
+
+def sensitivity_charts(result: Result) -> dict[str, str]:
+    """Does it forget less where domains share fewer patches? Or where it had learned less?"""
+    against = {"overlap": "overlap of A's and B's patches", "val_ppl": "validation perplexity of A, before"}
+    return {
+        f"Forgetting against {title}": charts.scatter(
+            {changed: (row[key], row["forgetting"]) for changed, row in result.values["rows"].items()},
+            title,
+            "forgetting of A, nats per byte",
+            f"Forgetting against {title}",
+        )
+        for key, title in against.items()
+    }
+
+
+def match(result: Result) -> list[Table]:
+    columns = [Column("text", words=True), Column("model", words=True), Column("validation loss, nats")]
+    columns += map(Column, ("perplexity", "seeds", "parameters", "multiply-adds per token"))
+    columns += [Column("trained with", words=True), Column("best step")]
+    lines = []
+    for dataset, models in result.values["datasets"].items():
+        for model, row in models.items():
+            losses = [math.inf if loss is None else loss for loss in row["val_loss"]]
+            mean = sum(losses) / len(losses)
+            perplexity = math.exp(mean) if mean < 700 else math.inf
+            line = [name(dataset), name(model), number(mean, ".4f", spread(losses)), number(perplexity)]
+            line += [number(len(losses), "d"), count(row.get("parameters"))]
+            line += [count(row.get("multiply_adds_per_token")), name(row.get("way", MISSING))]
+            lines.append([*line, _steps(row.get("best_step", []))])
+    return [Table("Mean over seeds, and the smallest and largest", columns, lines)]
+
+
+def _steps(seeds: Sequence[int | None]) -> Cell:
+    known = [step for step in seeds if step is not None]
+    return Cell(", ".join(map(str, known)) or MISSING, sum(known) / len(known) if known else None)
+
+
+def match_charts(result: Result) -> dict[str, str]:
+    """One for each text. What diverged is not there."""
+
+    def point(row: Mapping[str, Any]) -> tuple[float, float]:
+        losses, cost = row["val_loss"], row["multiply_adds_per_token"]
+        known = cost is not None and None not in losses
+        return (cost / 1e6, sum(losses) / len(losses)) if known else (math.inf, math.inf)
+
+    return {
+        dataset: charts.scatter(
+            {model: point(row) for model, row in rows.items()},
+            "multiply-adds per token, millions",
+            "validation loss, nats per token",
+            dataset,
+            {
+                model: ends
+                for model, row in rows.items()
+                if None not in row["val_loss"] and (ends := spread(row["val_loss"]))
+            },
+        )
+        for dataset, rows in result.values["datasets"].items()
+    }
+
+
+def retrofit(result: Result) -> list[Table]:
+    """One table for each domain."""
+    groups = ("perplexity of the domain", "over LoRA alone", "worst rise of a retained text")
+    columns = [Column("method", words=True)]
+    columns += [Column(way, group) for group in groups for way in ("alone", "guarded")]
+    columns += [Column("rate"), Column("trained")]
+    columns += [Column("best step", main=False), Column("seconds", main=False)]
+    tables = []
+    for domain, rows in result.values["domains"].items():
+        lines = []
+        for method, row in rows.items():
+            ways = [row[way] for way in ("alone", "guarded")]
+            line = [name(method), *(number(way["B"]) for way in ways)]
+            line += [number(way["B_over_lora"], ".4f", tuple(way["B_over_lora_interval"])) for way in ways]
+            line += [Cell(f"{way['worst_rise']:+.2%}", way["worst_rise"]) for way in ways]
+            line += [number(result.values["rates"][method], "g"), count(row["trained"])]
+            lines.append([*line, number(row["best_step"], "d"), number(row["seconds"], ".0f")])
+        before = next(iter(rows.values()))["before"]
+        kept = ", ".join(f"{kind} {ppl:.3f}" for kind, ppl in before.items() if kind != "B")
+        caption = (
+            f"{result.values['model']} learns {domain}: perplexity before {before['B']:.3f}; retained {kept}"
+        )
+        tables.append(Table(caption, columns, lines))
+    return tables
+
+
+TABLES: dict[str, Callable[[Result], list[Table]]] = {
+    "shifts": lambda result: [],
+    "forgetting": forgetting,
+    "table1": table1,
+    "table2": table2,
+    "sensitivity": sensitivity,
+    "match": match,
+    "retrofit": retrofit,
+}
+"""Study -> its own tables, beside those of the benchmark."""
+CHARTS: dict[str, Callable[[Result], dict[str, str]]] = {
+    "sensitivity": sensitivity_charts,
+    "match": match_charts,
+}
+"""Study -> the charts that go with its table, by their titles."""
