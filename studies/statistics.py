@@ -4,10 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-
-T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
-"""Student's t, by degrees of freedom: what 1.96 becomes when the spread is known from few seeds."""
-
+from scipy import stats
 
 RUN = 8
 """Neighbouring blocks that are drawn together: they share a scene or a file, and are not independent."""
@@ -31,15 +28,16 @@ def interval(
     drawn = ((first[..., None] + np.arange(run)) % blocks).reshape(samples, -1)[:, :blocks]
     mean = float(of_blocks.mean())
     runs = max(2, blocks // run)
-    few = _t_95(runs - 1) / 1.96 * math.sqrt(runs / (runs - 1))
+    few = _t_95(runs - 1) / _t_95(math.inf) * math.sqrt(runs / (runs - 1))
     below, above = (few * abs(q - mean) for q in np.quantile(of_blocks[drawn].mean(1), [0.025, 0.975]))
     apart = _t_95(seeds - 1) * of_seeds.std(ddof=1) / math.sqrt(seeds) if seeds > 1 else 0.0
     middle = mean if around is None else around
     return middle - math.hypot(below, apart), middle + math.hypot(above, apart)
 
 
-def _t_95(freedom: int) -> float:
-    return T_95[freedom] if freedom in T_95 else 1.96 + 2.7 / freedom  # there a hair too wide
+def _t_95(freedom: float) -> float:
+    """What 1.96 becomes when the spread is known from few."""
+    return float(stats.t.ppf(0.975, freedom))
 
 
 def gain_fraction(start: float, after: float, best_full: float) -> float:
@@ -82,8 +80,9 @@ def transfer(matrix: Sequence[Mapping[str, float | None]], order: Sequence[str])
     rises = [losses[-1][name] - np.min([row[name] for row in losses]) for name in first]
     on_the_way = [
         losses[visit][name] - np.min([row[name] for row in losses[: visit + 1]])
-        for name in first for visit in range(len(losses))
-    ]  # fmt: skip
+        for name in first
+        for visit in range(len(losses))
+    ]
     return {
         "BWT": float(np.mean(backward)) if backward else 0.0,
         "FWT": float(np.mean(forward)) if forward else 0.0,
