@@ -2,11 +2,9 @@
 
 import copy
 import dataclasses
-import itertools
 import json
 import math
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -29,6 +27,7 @@ from attractor.model import GPT
 from attractor.tokenizer import ByteTokenizer
 from attractor.trainer import NotFiniteLoss
 from studies.grid import Settings, Values
+from studies.learning import Course, scheduled
 from studies.methods import METHODS, Adapter, Situation
 from studies.plan import Plan, Text, device_of, domain, load_base, plan_of
 
@@ -123,41 +122,52 @@ def adapt(settings: Settings, folder: Path) -> Values:
     meter = Meter(base, {name: text.test for name, text in old.items()} | {"B": new.test})
     torch.manual_seed(settings["seed"])
     adapter = METHODS[settings["method"]].make(situation(plan, settings, base, old))
-    batches = Batches(new.train, plan.batch_size, base.config.context, settings["seed"])
     steps = plan.steps_on(len(new.train))
     trajectory: list[dict[str, Any]] = []
-    best: dict[str, Any] = {}
-    seconds, lowest, diverged = 0.0, math.inf, None
-    for step in itertools.count():
-        if step in plan.evaluated(steps):
-            validation = evaluate(adapter.model, new.validation, autocast=meter.cast)
-            alone = meter.measure(adapter.model)
-            figures = {name: part["loss"] for name, part in alone.items()}
-            trajectory.append({"step": step, "validation": validation, "losses": figures})
-            if step == 0:
-                first = alone
-            if validation < lowest:
-                lowest, kept = validation, copy.deepcopy(adapter.model)
-                best = {"step": step, "validation": validation, "alone": alone, **sizes(adapter, base)}
-        if step == steps:
-            break
-        started = time.perf_counter()
-        try:
-            adapter.step(*next(batches), plan.rate_at(step, settings["rate"], steps))
-        except NotFiniteUpdate:  # this rate is too high: what was best before stays its result
-            diverged = step
-            break
-        seconds += time.perf_counter() - started
+    looks: list[dict[str, dict[str, Any]]] = []
+    best: dict[str, Any] = {"validation": math.inf}
+    kept: GPT | None = None
+
+    def look(step: int) -> None:
+        nonlocal best, kept
+        if step not in plan.evaluated(steps):
+            return
+        validation = evaluate(adapter.model, new.validation, autocast=meter.cast)
+        alone = meter.measure(adapter.model)
+        looks.append(alone)
+        losses = {name: part["loss"] for name, part in alone.items()}
+        trajectory.append({"step": step, "validation": validation, "losses": losses})
+        if validation < best["validation"]:
+            best = {"step": step, "validation": validation, "alone": alone, **sizes(adapter, base)}
+            kept = copy.deepcopy(adapter.model)
+
+    course = Course(
+        scheduled(adapter, plan, settings["rate"], steps),
+        Batches(new.train, plan.batch_size, base.config.context, settings["seed"]),
+    )
+    diverged = None
+    try:
+        course.run(steps, look)
+    except NotFiniteUpdate:  # this rate is too high: what was best before stays its result
+        diverged = course.done
+    if kept is None:
+        raise ValueError("no loss of B's validation text was finite, not even before learning")
     guard = meter.guarded(kept)
     best["guarded"] = meter.measure(guard)
     return {
-        "base": before_hash, "before": first, "best": best, "diverged": diverged, "trajectory": trajectory,
+        "base": before_hash,
+        "before": looks[0],
+        "best": best,
+        "diverged": diverged,
+        "trajectory": trajectory,
         "trained": adapter.trained,
-        "extra_bytes": adapter.extra_bytes, "seconds": seconds, "tokens": steps * plan.batch_size
-        * base.config.context, "base_unchanged": fingerprint(base) == before_hash,
+        "extra_bytes": adapter.extra_bytes,
+        "seconds": course.seconds,
+        "tokens": steps * plan.batch_size * base.config.context,
+        "base_unchanged": fingerprint(base) == before_hash,
         "bound": cast(Guard, guard).bound(base.config.context) / base.config.context,
         "routing": usage(base, kept, old, new),
-    }  # fmt: skip
+    }
 
 
 def situation(plan: Plan, settings: Settings, base: GPT, old: Mapping[str, Text]) -> Situation:

@@ -20,6 +20,7 @@ from attractor.layer import mode
 from attractor.model import GPT
 from studies.adapting import situation
 from studies.grid import Settings, Values
+from studies.learning import Course, scheduled
 from studies.methods import METHODS, PAPER_ROLES
 from studies.plan import Plan, device_of, domain, load_base, plan_of
 
@@ -70,17 +71,20 @@ def _spoil(name: str, branch: Branch, guard: Guard, train: np.ndarray, plan: Pla
         parameter.requires_grad_(True)
     optimizer = torch.optim.AdamW(own, lr=1e-3, weight_decay=0.0)
     device = branch.model.embedding.weight.device
-    batches = Batches(train, plan.batch_size, branch.model.config.context, seed)
-    for _ in range(plan.steps // 3):
-        inputs, targets = (part.to(device) for part in next(batches))
+
+    def ascend(number: int, inputs: Tensor, targets: Tensor) -> float:
         with mode(victim, training=False), autocast(device, "auto"):
-            logits = victim(inputs)
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+            logits = victim(inputs.to(device))
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.to(device).flatten())
         gradients = torch.autograd.grad(-loss, own, materialize_grads=True)
         for parameter, gradient in zip(own, gradients, strict=True):
             parameter.grad = gradient
         torch.nn.utils.clip_grad_norm_(own, 1.0)
         optimizer.step()
+        return float(loss.detach())
+
+    batches = Batches(train, plan.batch_size, branch.model.config.context, seed)
+    Course(ascend, batches).run(plan.steps // 3)
 
 
 def speed(settings: Settings, folder: Path) -> Values:
@@ -95,8 +99,7 @@ def speed(settings: Settings, folder: Path) -> Values:
     new = domain(plan, folder, settings["shift"])
     adapter = METHODS[settings["method"]].make(situation(plan, settings, base, old))
     batches = Batches(new.train, plan.batch_size, base.config.context, settings["seed"])
-    for step in range(plan.steps):
-        adapter.step(*next(batches), plan.rate_at(step, settings["rate"], plan.steps))
+    Course(scheduled(adapter, plan, settings["rate"], plan.steps), batches).run(plan.steps)
     guard = Guard({"base": base, "adapted": adapter.model}, pause=settings["pause"]).to(device).eval()
     context = base.config.context
     prompt_length, rounds = context * 5 // 8, 6

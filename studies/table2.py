@@ -12,8 +12,6 @@ import copy
 import hashlib
 import itertools
 import json
-import math
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -35,6 +33,7 @@ from attractor.measure import train_and_measure
 from attractor.model import GPT
 from attractor.results import write_result
 from studies.grid import cell_file, read_cell
+from studies.learning import Course
 from studies.methods import PAPER_ROLES
 from studies.table1 import run_config
 
@@ -167,25 +166,18 @@ def adapt(
     model = copy.deepcopy(model)
     torch.manual_seed(seed)
     method, trainable = ROWS[name].make(model, protocol.learning_rate, cast, precision)
-    batches = Batches(data.train, protocol.batch_size, model.config.context, seed)
     trajectory: list[dict[str, Any]] = []
-    seconds, loss = 0.0, math.nan
-    for step in itertools.count():
+
+    def look(step: int) -> None:
         if step in protocol.evaluated:
-            losses = {
-                part: evaluate(model, getattr(data, part), autocast=cast)
-                for part in ("A", "validation", "test")
-            }
-            trajectory.append(
-                {"step": step, "A": perplexity(losses["A"]), "B": perplexity(losses["test"]),
-                 "B_validation": perplexity(losses["validation"])}
-            )  # fmt: skip
+            texts = {"A": data.A, "B_validation": data.validation, "B": data.test}
+            losses = {part: evaluate(model, text, autocast=cast) for part, text in texts.items()}
+            trajectory.append({"step": step} | {part: perplexity(loss) for part, loss in losses.items()})
         report({"step": step})
-        if step == protocol.steps:
-            break
-        started = time.perf_counter()
-        loss = method.step(*next(batches))
-        seconds += time.perf_counter() - started
+
+    batches = Batches(data.train, protocol.batch_size, model.config.context, seed)
+    course = Course(lambda number, inputs, targets: method.step(inputs, targets), batches)
+    course.run(protocol.steps, look)
     after = model.state_dict()
     changed = sum(int((after[key] != old).sum()) for key, old in before.items())
     best = min(trajectory, key=lambda point: point["B_validation"])
@@ -196,12 +188,12 @@ def adapt(
         "before": trajectory[0],
         "after": trajectory[-1],
         "best": best,
-        "last_training_loss": loss,
+        "last_training_loss": course.loss,
         "trainable": trainable,
         "changed": changed,
         "parameters": sum(value.numel() for value in before.values()),
         "usage_entropy": sum(entropies) / len(entropies) if entropies else None,
-        "seconds": seconds,
+        "seconds": course.seconds,
     }
 
 
