@@ -33,11 +33,15 @@ def measured(bench: Benchmark, method: str, rate: float, horizon: int | None, se
     (cell,) = (yield bench.stream(method, stream_order(bench), seed, rate, horizon)).values()
     first_visits = sorted({cell["order"].index(name) for name in cell["order"]} - {0})
     return {
-        "seed": seed, **transfer(cell["matrix"], cell["order"]), "matrix": cell["matrix"],
-        "progressive": cell["progressive"], "claimed": cell["claimed"], "diverged": cell["diverged"],
+        "seed": seed,
+        **transfer(cell["matrix"], cell["order"]),
+        "matrix": cell["matrix"],
+        "progressive": cell["progressive"],
+        "claimed": cell["claimed"],
+        "diverged": cell["diverged"],
         "new_texts": float(np.mean([or_nan(cell["progressive"][visit]) for visit in first_visits])),
         "overlays": len({name for visit in cell["claimed"] for name in visit} - {"base", "nobody yet"}),
-    }  # fmt: skip
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -46,8 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="gets models and cells; what is done stays")
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3])
-    parser.add_argument("--horizons", type=int, nargs="*", default=[16_384],
-                        help="tokens; a constant rate is always beside them")  # fmt: skip
+    parser.add_argument(
+        "--horizons",
+        type=int,
+        nargs="*",
+        default=[16_384],
+        help="tokens; a constant rate is always beside them",
+    )
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     parser.add_argument("--domain", nargs="*", default=[], metavar="NAME=FILE")
     parser.add_argument("--seeds", type=int)
@@ -60,9 +69,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for horizon in given.horizons:
             check_size("horizon", horizon)
         bench = Benchmark(
-            given.size, given.out, domains=named_texts("--domain", tuple(given.domain)), device=given.device,
-            seeds=given.seeds, jobs=given.jobs, report=lambda record: print(record["cell"], flush=True),
-        )  # fmt: skip
+            given.size,
+            given.out,
+            domains=named_texts("--domain", tuple(given.domain)),
+            device=given.device,
+            seeds=given.seeds,
+            jobs=given.jobs,
+            report=lambda record: print(record["cell"], flush=True),
+        )
         check_size("jobs", given.jobs)
     except (ValueError, OSError) as error:
         sys.exit(f"{parser.prog}: {error}")
@@ -76,12 +90,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
         mean = {key: float(np.mean([seed[key] for seed in seeds])) for key in ("final", "new_texts")}
         rows.append({"method": method, "rate": rate, "rate_horizon": horizon, **mean, "seeds": seeds})
         opened = Counter(seed["overlays"] for seed in seeds)
-        print(f"{method:40s} {rate:8g} {horizon or '':>8} end {mean['final']:.4f} "
-              f"new texts {mean['new_texts']:.4f} overlays {dict(opened)}")  # fmt: skip
-    write_result(given.result, {
-        "experiment": "guarded streams at a rate that falls", "size": bench.size, "texts": bench.hashes,
-        "order": stream_order(bench), "rows": rows, **bench.origins(),
-    })  # fmt: skip
+        print(
+            f"{method:40s} {rate:8g} {horizon or '':>8} end {mean['final']:.4f} "
+            f"new texts {mean['new_texts']:.4f} overlays {dict(opened)}"
+        )
+    write_result(
+        given.result,
+        {
+            "experiment": "guarded streams at a rate that falls",
+            "size": bench.size,
+            "texts": bench.hashes,
+            "order": stream_order(bench),
+            "rows": rows,
+            **bench.origins(),
+        },
+    )
 
 
 if __name__ == "__main__":

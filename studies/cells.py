@@ -119,9 +119,14 @@ class Benchmark:
 
         with tensor_cores(torch.device(str(self.device))):  # what cells say about where they come from
             return run_inquiries(
-                inquiries, work, self.folder, jobs=self.jobs, report=report,
-                stop=lambda: late is not None and time.monotonic() >= late, idle=self.idle,
-            )  # fmt: skip
+                inquiries,
+                work,
+                self.folder,
+                jobs=self.jobs,
+                report=report,
+                stop=lambda: late is not None and time.monotonic() >= late,
+                idle=self.idle,
+            )
 
     def origins(self) -> dict[str, Any]:
         """Where the cells come from that were asked for since this was asked, and which models were made
@@ -142,16 +147,22 @@ class Benchmark:
         plan = dataclasses.asdict(self.plan)
         told = ("seeds", "mixture_steps")  # elsewhere, or no cell's business
         recipe = {
-            name: value for name, value in plan.items()
+            name: value
+            for name, value in plan.items()
             if isinstance(value, int | float | None) and name not in told
-        }  # fmt: skip
+        }
         if "config" not in settings:  # of a model that another cell made
             shape = {name: plan[name] for name in ("model", "apn", "moe", "train")}
             settings["models"] = hashlib.sha256(json.dumps(shape, sort_keys=True).encode()).hexdigest()
         return {
-            "attractor": __version__, "kind": kind, "size": self.size, "device": self.device,
-            "texts": hashes, "recipe": recipe, **settings,
-        }  # fmt: skip
+            "attractor": __version__,
+            "kind": kind,
+            "size": self.size,
+            "device": self.device,
+            "texts": hashes,
+            "recipe": recipe,
+            **settings,
+        }
 
     def pretrain(self, model: str, source: str, seed: int, variant: Variant | None = None) -> Cells:
         name, members = self.base(model, source, seed, variant), self.members(source)
@@ -173,9 +184,14 @@ class Benchmark:
         return {f"adapt-{base}-{shift}-{slug(method)}-{rate:g}": cell}
 
     def train(
-        self, name: str, config: RunConfig, members: Sequence[str], tokenizer: str, seed: int,
+        self,
+        name: str,
+        config: RunConfig,
+        members: Sequence[str],
+        tokenizer: str,
+        seed: int,
         passes: int | None = None,
-    ) -> Cells:  # fmt: skip
+    ) -> Cells:
         """A model to be compared by how well it predicts, and not to be adapted; `passes` at most."""
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=seed))
         base = f"{name}-{tokenizer}-{'-'.join(members)}-{seed}"

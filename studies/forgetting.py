@@ -23,9 +23,13 @@ from studies.statistics import interval, or_nan, transfer
 from studies.streams import GUARDED
 
 COMPARED = (
-    "dense, FFN only", "APN, overlay", "dense, FFN + attention", "APN, overlay + attention", "dense, full",
+    "dense, FFN only",
+    "APN, overlay",
+    "dense, FFN + attention",
+    "APN, overlay + attention",
+    "dense, full",
     "APN, overlay + all",
-)  # fmt: skip
+)
 SPEED_OF = "APN, overlay"
 
 
@@ -35,8 +39,9 @@ def run(bench: Benchmark, result: Path, *, seed: int = 0) -> dict[str, Any]:
     order, trial = [HOME, targets[0], targets[-1], HOME], [HOME, TUNED_ON]
     searched: dict[Any, Callable[[float], Cells]] = {
         (shift, method): partial(bench.adapt, method, HOME, shift, seed)
-        for shift in targets for method in COMPARED
-    }  # fmt: skip
+        for shift in targets
+        for method in COMPARED
+    }
     searched[GUARDED] = partial(bench.stream, GUARDED, trial, seed)
     tried = bench.answer({key: climb(bench.plan.rates, cell) for key, cell in searched.items()})
     (harm,) = bench.run(bench.harm(seed)).values()
@@ -48,13 +53,20 @@ def run(bench: Benchmark, result: Path, *, seed: int = 0) -> dict[str, Any]:
     (stream,) = bench.run(bench.stream(GUARDED, order, seed, stream_rate)).values()
     (speed,) = bench.run(bench.speed(SPEED_OF, settles_on, seed, speed_rate)).values()  # with nobody beside
     values: dict[str, Any] = {
-        "experiment": "forgetting", "size": bench.size, "seed": seed, "device": bench.device,
+        "experiment": "forgetting",
+        "size": bench.size,
+        "seed": seed,
+        "device": bench.device,
         "pretrained": {name: part["val_ppl"] for name, part in pretrained.items()},
-        "config": {name: part["config"] for name, part in pretrained.items()}, "texts": bench.hashes,
-        "rates": bench.plan.rates, "shifts": shifts, "harm": harm,
+        "config": {name: part["config"] for name, part in pretrained.items()},
+        "texts": bench.hashes,
+        "rates": bench.plan.rates,
+        "shifts": shifts,
+        "harm": harm,
         "stream": {**stream, **chosen, **transfer(stream["matrix"], stream["order"])},
-        "speed": speed, **bench.origins(),
-    }  # fmt: skip
+        "speed": speed,
+        **bench.origins(),
+    }
     values["shows"] = shows(values)
     write_result(result, values)
     return values
@@ -63,8 +75,12 @@ def run(bench: Benchmark, result: Path, *, seed: int = 0) -> dict[str, Any]:
 def best_of(cells: Mapping[float, Values]) -> dict[str, Any]:
     """What the best rate came to, and the validation loss of every rate."""
     chosen = best_rate(cells)
-    return {**cells[chosen["rate"]], "rate": chosen["rate"], "at_edge": chosen["at_edge"],
-            "validation_by_rate": chosen["validation"]}  # fmt: skip
+    return {
+        **cells[chosen["rate"]],
+        "rate": chosen["rate"],
+        "at_edge": chosen["at_edge"],
+        "validation_by_rate": chosen["validation"],
+    }
 
 
 def shows(values: dict[str, Any]) -> list[dict[str, Any]]:
@@ -78,14 +94,23 @@ def shows(values: dict[str, Any]) -> list[dict[str, Any]]:
         known = [figure for figure in figures.values() if figure is not None]  # not every text settles
         worst = (min(known) if at_least else max(known)) if len(known) == len(figures) else None
         holds = worst is not None and (worst >= must if at_least else worst <= must + rounding)
-        rows.append({"what": what, "must": must, "at_least": at_least, "worst": worst, "holds": holds,
-                     "figures": figures})  # fmt: skip
+        rows.append(
+            {
+                "what": what,
+                "must": must,
+                "at_least": at_least,
+                "worst": worst,
+                "holds": holds,
+                "figures": figures,
+            }
+        )
 
     def rise(cell: Values) -> float:
         return math.expm1(cell["best"]["guarded"][HOME]["loss"] - cell["before"][HOME]["loss"])
 
-    learned = {f"{method} -> {shift}": rise(cell) for shift, part in shifts.items()
-               for method, cell in part.items()}  # fmt: skip
+    learned = {
+        f"{method} -> {shift}": rise(cell) for shift, part in shifts.items() for method, cell in part.items()
+    }
     harmful = {name: part["rise"] for name, part in values["harm"]["overlays"].items()}
     row("rise of A's perplexity behind the guard, any overlay", 0.003, learned | harmful)
     # overlays that are wrong from the first token attain the bound: float32 puts them on either side of it
@@ -111,10 +136,17 @@ def shows(values: dict[str, Any]) -> list[dict[str, Any]]:
         ratios = {shift: ratio(part[ours], part[theirs]) for shift, part in shifts.items()}
         row(f"B, {what}", most, {shift: found[0] for shift, found in ratios.items()})
         rows[-1]["intervals"] = {shift: found[1:] for shift, found in ratios.items()}
-    row("stream without labels: worst rise of a domain's perplexity at the end", 0.01,
-        {"stream": math.expm1(or_nan(values["stream"]["worst_forgetting"]))})  # fmt: skip
-    row("tokens per second guarded, settled / overlay alone", 0.85, {"speed": values["speed"]["ratio"]},
-        at_least=True)  # fmt: skip
+    row(
+        "stream without labels: worst rise of a domain's perplexity at the end",
+        0.01,
+        {"stream": math.expm1(or_nan(values["stream"]["worst_forgetting"]))},
+    )
+    row(
+        "tokens per second guarded, settled / overlay alone",
+        0.85,
+        {"speed": values["speed"]["ratio"]},
+        at_least=True,
+    )
     unchanged = [cell["base_unchanged"] for part in shifts.values() for cell in part.values()]
     unchanged += [values["harm"]["base_unchanged"], values["stream"]["base_unchanged"]]
     row("base bit for bit as it was", 1.0, {"cells": float(all(unchanged))}, at_least=True)

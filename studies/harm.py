@@ -45,15 +45,20 @@ def harm(settings: Settings, folder: Path) -> Values:
         _spoil(name, branch, guard, text.train, plan, settings["seed"])
         after = evaluate(cast(GPT, guard), text.test, autocast=cast_)
         found[name] = {
-            "alone": evaluate(branch.model, text.test, autocast=cast_), "guarded": after,
+            "alone": evaluate(branch.model, text.test, autocast=cast_),
+            "guarded": after,
             "rise": math.expm1(after - before),
-        }  # fmt: skip
+        }
     context = base.config.context
     bound = guard.bound(len(text.test) - 1) / (len(text.test) - 1)
     return {
-        "before": before, "overlays": found, "bound": math.expm1(bound), "window": context,
-        "base": unchanged, "base_unchanged": fingerprint(base) == unchanged,
-    }  # fmt: skip
+        "before": before,
+        "overlays": found,
+        "bound": math.expm1(bound),
+        "window": context,
+        "base": unchanged,
+        "base_unchanged": fingerprint(base) == unchanged,
+    }
 
 
 def _spoil(name: str, branch: Branch, guard: Guard, train: np.ndarray, plan: Plan, seed: int) -> None:
@@ -117,10 +122,13 @@ def speed(settings: Settings, folder: Path) -> Values:
                     settled_after.append(settled)
     medians = {name: statistics.median(times) if times else math.nan for name, times in found.items()}
     return {
-        "ratio": medians["alone"] / medians["guarded"], "tokens": {name: len(t) for name, t in found.items()},
-        "settled_after": settled_after, "prompt": prompt_length, "pause": settings["pause"],
+        "ratio": medians["alone"] / medians["guarded"],
+        "tokens": {name: len(t) for name, t in found.items()},
+        "settled_after": settled_after,
+        "prompt": prompt_length,
+        "pause": settings["pause"],
         "all_paths_ratio": _both_paths(guard, adapter.model, new.test, context),
-    }  # fmt: skip
+    }
 
 
 @torch.no_grad()

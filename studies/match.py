@@ -70,9 +70,11 @@ def models(bench: Benchmark) -> dict[str, RunConfig]:
         "MoE, equal multiply-adds": ("moe", plan.moe),
         "MoE, as large as the largest": ("moe", larger),
         "Switch, equal parameters": (
-            "switch", MoEConfig(num_experts=experts // 2, hidden=8 * dim // experts)),
+            "switch",
+            MoEConfig(num_experts=experts // 2, hidden=8 * dim // experts),
+        ),
         "Switch, equal multiply-adds": ("switch", MoEConfig(num_experts=experts // 2)),
-    }  # fmt: skip
+    }
     patches = {
         "APN, equal parameters": apn_of_parameters(plan.model, apn),
         "APN, equal parameters, three patches": three_wide(plan.model, apn),
@@ -123,8 +125,11 @@ def _trained(config: RunConfig, **changes: Any) -> RunConfig:
 
 def datasets(bench: Benchmark) -> dict[str, Data]:
     mixture = list(bench.mixture)
-    return {f"{HOME}, characters": Data("char", [HOME], True), "mixture, bytes": Data("byte", mixture),
-            "mixture, byte pairs": Data("bpe", mixture)}  # fmt: skip
+    return {
+        f"{HOME}, characters": Data("char", [HOME], True),
+        "mixture, bytes": Data("byte", mixture),
+        "mixture, byte pairs": Data("bpe", mixture),
+    }
 
 
 def run(bench: Benchmark, result: Path) -> dict[str, Any]:
@@ -139,9 +144,10 @@ def run(bench: Benchmark, result: Path) -> dict[str, Any]:
     tried = bench.answer(
         {
             (dataset, name): climb(text.ladder, partial(cell, dataset, name, 0))
-            for dataset, text in data.items() for name in configs
+            for dataset, text in data.items()
+            for name in configs
         }
-    )  # fmt: skip
+    )
     best = {key: best_rate(told) for key, told in tried.items()}
     cells = {
         (key, seed): cell(*key, seed, choice["rate"])
@@ -161,11 +167,17 @@ def run(bench: Benchmark, result: Path) -> dict[str, Any]:
             "best_step": [part["best_step"] for part in parts],
             "parameters": parts[0]["parameters"],
             "multiply_adds_per_token": parts[0]["multiply_adds_per_token"],
-            "seconds": [part["training_seconds"] for part in parts], "config": parts[0]["config"],
-        }  # fmt: skip
+            "seconds": [part["training_seconds"] for part in parts],
+            "config": parts[0]["config"],
+        }
     values = {
-        "experiment": "match", "size": bench.size, "seeds": bench.plan.seeds, "texts": bench.hashes,
-        "mixture": list(bench.mixture), "datasets": found, **bench.origins(),
-    }  # fmt: skip
+        "experiment": "match",
+        "size": bench.size,
+        "seeds": bench.plan.seeds,
+        "texts": bench.hashes,
+        "mixture": list(bench.mixture),
+        "datasets": found,
+        **bench.origins(),
+    }
     write_result(result, values)
     return values

@@ -26,9 +26,11 @@ def best_rate(cells: Mapping[float, Values]) -> dict[str, Any]:
     tied = len(set(losses.values())) == 1 and len(losses) > 1
     chosen = rates[len(rates) // 2] if tied else min(losses, key=lambda rate: losses[rate])
     return {
-        "rate": chosen, "at_edge": not tied and len(rates) > 1 and chosen in (rates[0], rates[-1]),
-        "tied": tied, "validation": {str(rate): loss for rate, loss in losses.items()},
-    }  # fmt: skip
+        "rate": chosen,
+        "at_edge": not tied and len(rates) > 1 and chosen in (rates[0], rates[-1]),
+        "tied": tied,
+        "validation": {str(rate): loss for rate, loss in losses.items()},
+    }
 
 
 def climb(ladder: Sequence[float], cell: Callable[[float], Cells]) -> Inquiry[dict[float, Values]]:

@@ -38,12 +38,27 @@ APN_ROW = "APN beside"
 DOMAINS = {"first-folio": "first-folio"}
 RETAINED = {"kjv": "kjv", "python": "python"}
 PLANS: dict[str, dict[str, Any]] = {
-    "smoke": {"steps": 2, "batch_size": 1, "context": 32, "rates": (1e-3,), "train": 4000, "held_out": 400,
-              "evaluations": 1, "apn": {"num_patches": 8, "top_k": 2, "rank": 4}},
-    "full": {"steps": 300, "batch_size": 16, "context": 256, "rates": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
-             "train": 3_000_000, "held_out": 150_000, "evaluations": 4,
-             "apn": {"num_patches": 16, "top_k": 8, "rank": 64}},
-}  # fmt: skip
+    "smoke": {
+        "steps": 2,
+        "batch_size": 1,
+        "context": 32,
+        "rates": (1e-3,),
+        "train": 4000,
+        "held_out": 400,
+        "evaluations": 1,
+        "apn": {"num_patches": 8, "top_k": 2, "rank": 4},
+    },
+    "full": {
+        "steps": 300,
+        "batch_size": 16,
+        "context": 256,
+        "rates": (1e-4, 3e-4, 1e-3, 3e-3, 1e-2),
+        "train": 3_000_000,
+        "held_out": 150_000,
+        "evaluations": 4,
+        "apn": {"num_patches": 16, "top_k": 8, "rank": 64},
+    },
+}
 """`train` and `held_out` are characters; a domain holds out as much to choose by and as much to test on."""
 
 
@@ -81,9 +96,16 @@ def adapt(settings: Settings, folder: Path) -> Values:
     torch.manual_seed(settings["seed"])
     learner, parameters = prepare(settings["method"], model, train, plan, settings["seed"])
     done = teach(
-        learner, parameters, train, validation, steps=plan["steps"], batch_size=plan["batch_size"],
-        learning_rate=settings["rate"], evaluations=plan["evaluations"], seed=settings["seed"],
-    )  # fmt: skip
+        learner,
+        parameters,
+        train,
+        validation,
+        steps=plan["steps"],
+        batch_size=plan["batch_size"],
+        learning_rate=settings["rate"],
+        evaluations=plan["evaluations"],
+        seed=settings["seed"],
+    )
     guard = Guard({"base": cast(GPT, pristine), "adapted": cast(GPT, learner)}).to(device).eval()
     bound = guard.bound(plan["context"]) / plan["context"]
     measured = {"before": losses(pristine), "alone": losses(learner), "guarded": losses(guard)}
@@ -147,10 +169,19 @@ def run(
     unread = {method: {"rates"} if method == APN_ROW else {"rates", "apn"} for method in METHODS}
 
     def cell(domain: str, method: str, rate: float) -> dict[str, Settings]:
-        settings = {"size": size, "model": model, "domain": domain, "method": method, "rate": rate,
-                    "seed": seed, "retained": list(retained), "device": str(parse_device(device)),
-                    "plan": {key: value for key, value in plan.items() if key not in unread[method]},
-                    "texts": {name: hashes[name] for name in (domain, *retained)}, **weights}  # fmt: skip
+        settings = {
+            "size": size,
+            "model": model,
+            "domain": domain,
+            "method": method,
+            "rate": rate,
+            "seed": seed,
+            "retained": list(retained),
+            "device": str(parse_device(device)),
+            "plan": {key: value for key, value in plan.items() if key not in unread[method]},
+            "texts": {name: hashes[name] for name in (domain, *retained)},
+            **weights,
+        }
         return {f"{domain}-{method.replace(' ', '_')}-{rate:g}-{seed}": settings}
 
     def learned(method: str) -> Inquiry[tuple[dict[float, Values], float, dict[str, Values]]]:
@@ -166,14 +197,26 @@ def run(
     with tensor_cores(parse_device(device)):  # what cells say about where they come from
         found = run_inquiries({m: learned(m) for m in METHODS}, work, folder, jobs=jobs, report=told)
     values = {
-        "experiment": "retrofit", "size": size, "model": model, "seed": seed,
+        "experiment": "retrofit",
+        "size": size,
+        "model": model,
+        "seed": seed,
         "rates": {method: best for method, (_, best, _) in found.items()},
-        "tried": {f"{method} {rate:g}": part["taught"]["best"]
-                  for method, (tried, _, _) in found.items() for rate, part in tried.items()},
-        "domains": {domain: {method: row(cells[domain], found[LORA][2][domain], list(retained))
-                             for method, (_, _, cells) in found.items()} for domain in domains},
-        "plan": {**plan, "rates": list(plan["rates"])}, "cells": origins(folder, asked),
-    }  # fmt: skip
+        "tried": {
+            f"{method} {rate:g}": part["taught"]["best"]
+            for method, (tried, _, _) in found.items()
+            for rate, part in tried.items()
+        },
+        "domains": {
+            domain: {
+                method: row(cells[domain], found[LORA][2][domain], list(retained))
+                for method, (_, _, cells) in found.items()
+            }
+            for domain in domains
+        },
+        "plan": {**plan, "rates": list(plan["rates"])},
+        "cells": origins(folder, asked),
+    }
     write_result(result, values)
     return values
 
@@ -221,8 +264,10 @@ def row(cell: Values, lora: Values, retained: Sequence[str]) -> dict[str, Any]:
         apart = ours["loss"] - theirs["loss"]
         pairs = [[a - b for a, b in zip(ours["blocks"], theirs["blocks"], strict=True)]]
         told[way] = {
-            "B": math.exp(ours["loss"]), "rises": rises, "worst_rise": max(rises.values()),
+            "B": math.exp(ours["loss"]),
+            "rises": rises,
+            "worst_rise": max(rises.values()),
             "B_over_lora": math.exp(apart),
             "B_over_lora_interval": [math.exp(bound) for bound in interval(pairs, apart)],
-        }  # fmt: skip
+        }
     return told

@@ -37,8 +37,11 @@ def variants(bench: Benchmark) -> list[Variant]:
     ]
     found = [Variant(_name(apn) or "as planned", apn=apn) for apn in changed]
     trained: list[dict[str, Any]] = [
-        {"balance_weight": 0.01}, {"entropy_weight": 0.01}, {"weight_decay": 1.0}, {"scale_warmup_steps": 200}
-    ]  # fmt: skip
+        {"balance_weight": 0.01},
+        {"entropy_weight": 0.01},
+        {"weight_decay": 1.0},
+        {"scale_warmup_steps": 200},
+    ]
     return found + [Variant(_name(train), train=train) for train in trained]
 
 
@@ -69,14 +72,22 @@ def run(bench: Benchmark, result: Path) -> dict[str, Any]:
             "parameters": trained[0]["parameters"],
             "multiply_adds_per_token": trained[0]["multiply_adds_per_token"],
             "usage_entropy": _mean([layer["entropy"][0] for layer in layers]),
-            "overlap": _mean([layer["overlap"] for layer in layers]), "forgetting": _mean(lost),
+            "overlap": _mean([layer["overlap"] for layer in layers]),
+            "forgetting": _mean(lost),
             "B": _mean([cell["best"]["alone"]["B"]["loss"] for cell in learned]),
-        }  # fmt: skip
+        }
     values = {
-        "experiment": "sensitivity", "size": bench.size, "seeds": len(seeds), "rate": rate,
-        "method": METHOD, "shift": [HOME, TUNED_ON], "texts": bench.hashes, "rows": rows,
-        "config": bench.plan.config("apn", 0).to_dict(), **bench.origins(),
-    }  # fmt: skip
+        "experiment": "sensitivity",
+        "size": bench.size,
+        "seeds": len(seeds),
+        "rate": rate,
+        "method": METHOD,
+        "shift": [HOME, TUNED_ON],
+        "texts": bench.hashes,
+        "rows": rows,
+        "config": bench.plan.config("apn", 0).to_dict(),
+        **bench.origins(),
+    }
     write_result(result, values)
     return values
 

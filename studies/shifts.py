@@ -75,25 +75,43 @@ def run(bench: Benchmark, result: Path, *, methods: Sequence[str] = tuple(METHOD
         for source in sources
     }
     values = {
-        "experiment": "shifts", "size": bench.size, "seeds": plan.seeds, "device": bench.device,
-        "texts": bench.hashes, "mixture": list(bench.mixture), "block": 1024,
+        "experiment": "shifts",
+        "size": bench.size,
+        "seeds": plan.seeds,
+        "device": bench.device,
+        "texts": bench.hashes,
+        "mixture": list(bench.mixture),
+        "block": 1024,
         "config": {kind: plan.config(kind, 0).to_dict() for kind in KINDS},
-        "recipe": {"steps": plan.steps, "batch_size": plan.batch_size, "rates": plan.rates,
-                   "tuned_on": TUNED_ON},
-        "pretrained": {name: {key: part[key] for key in ("val_ppl", "parameters", "multiply_adds_per_token",
-                                                         "best_step")}
-                       for name, part in pretrained.items()},
-        "rates": rates, "shifts": shifts, **bench.origins(),
+        "recipe": {
+            "steps": plan.steps,
+            "batch_size": plan.batch_size,
+            "rates": plan.rates,
+            "tuned_on": TUNED_ON,
+        },
+        "pretrained": {
+            name: {
+                key: part[key] for key in ("val_ppl", "parameters", "multiply_adds_per_token", "best_step")
+            }
+            for name, part in pretrained.items()
+        },
+        "rates": rates,
+        "shifts": shifts,
+        **bench.origins(),
         "streams": {
             "order": order,
             "methods": {
-                method: {**stream_rates[method],
-                         "seeds": [{**cell, **transfer(cell["matrix"], order)}
-                                   for cell in (streams[method, seed] for seed in range(plan.seeds))]}
+                method: {
+                    **stream_rates[method],
+                    "seeds": [
+                        {**cell, **transfer(cell["matrix"], order)}
+                        for cell in (streams[method, seed] for seed in range(plan.seeds))
+                    ],
+                }
                 for method in LEARNERS
             },
         },
-    }  # fmt: skip
+    }
     write_result(result, values)
     return values
 
@@ -119,8 +137,9 @@ def adapted(
     yield from bases(bench, kind, sources, seed)
     cells = {
         (source, shift): bench.adapt(method, source, shift, seed, rate["rate"])
-        for source in sources for shift in bench.shifts(source)
-    }  # fmt: skip
+        for source in sources
+        for shift in bench.shifts(source)
+    }
     return rate, (yield from ask_each(cells))
 
 
@@ -152,35 +171,49 @@ def summary(cells: Sequence[Values], full: Sequence[Values], old: Sequence[str])
         "best_steps": [cell["best"]["step"] for cell in cells],
         "trained": first["trained"],
         **{key: max(cell["best"][key] for cell in cells) for key in ("changed", "bytes")},
-        "extra_bytes": first["extra_bytes"], "tokens": first["tokens"],
+        "extra_bytes": first["extra_bytes"],
+        "tokens": first["tokens"],
         "seconds": float(np.mean([cell["seconds"] for cell in cells])),
-        "base_unchanged": all(cell["base_unchanged"] for cell in cells), "bound": first["bound"],
+        "base_unchanged": all(cell["base_unchanged"] for cell in cells),
+        "bound": first["bound"],
         "trajectory": [
             {"step": point["step"], "A": _mean_of(point["losses"], old), "B": point["losses"]["B"]}
             for point in first["trajectory"]
         ],
         "routing": first["routing"],
-    }  # fmt: skip
+    }
     for way in WAYS:
         after = [cell["best"][way] for cell in cells]
-        forgetting = [_block_differences(now, cell["before"], old)
-                      for now, cell in zip(after, cells, strict=True)]  # fmt: skip
-        against = [_block_differences(now, theirs["best"]["alone"], ["B"])
-                   for now, theirs in zip(after, full, strict=True)]  # fmt: skip
-        lost = [_mean_loss(now, old) - _mean_loss(cell["before"], old)
-                for now, cell in zip(after, cells, strict=True)]  # fmt: skip
-        over = float(np.mean([now["B"]["loss"] - theirs["best"]["alone"]["B"]["loss"]
-                              for now, theirs in zip(after, full, strict=True)]))  # fmt: skip
+        forgetting = [
+            _block_differences(now, cell["before"], old) for now, cell in zip(after, cells, strict=True)
+        ]
+        against = [
+            _block_differences(now, theirs["best"]["alone"], ["B"])
+            for now, theirs in zip(after, full, strict=True)
+        ]
+        lost = [
+            _mean_loss(now, old) - _mean_loss(cell["before"], old)
+            for now, cell in zip(after, cells, strict=True)
+        ]
+        over = float(
+            np.mean(
+                [
+                    now["B"]["loss"] - theirs["best"]["alone"]["B"]["loss"]
+                    for now, theirs in zip(after, full, strict=True)
+                ]
+            )
+        )
         gains = [_gain(now["B"]["loss"], theirs) for now, theirs in zip(after, full, strict=True)]
         told[way] = {
-            "A": _ppl(_mean_loss(now, old) for now in after), "B": _ppl(now["B"]["loss"] for now in after),
+            "A": _ppl(_mean_loss(now, old) for now in after),
+            "B": _ppl(now["B"]["loss"] for now in after),
             "forgetting": float(np.mean(lost)),
             "forgetting_interval": list(interval(forgetting, float(np.mean(lost)))),
             "B_over_full": math.exp(over),
             "B_over_full_interval": [math.exp(bound) for bound in interval(against, over)],
             "gain": float(np.mean(gains)),
             "hypervolume": float(np.mean(list(map(hypervolume, gains, lost)))),
-        }  # fmt: skip
+        }
     return told
 
 

@@ -82,9 +82,12 @@ class Guarded:
         block = plan.batch_size * base.config.context
         update = UpdateConfig(train=PAPER_ROLES, learning_rate=rate, clip_norm=1.0)
         config = GuardConfig(
-            learn=LearnConfig(update=update, budget=block, rate_horizon=horizon), attention="whole",
-            also=("embedding", "norms"), piece=block, keep_versions=1,
-        )  # fmt: skip
+            learn=LearnConfig(update=update, budget=block, rate_horizon=horizon),
+            attention="whole",
+            also=("embedding", "norms"),
+            piece=block,
+            keep_versions=1,
+        )
         self.learner = GuardedLearner(base, config=config, archive=archive)
         self.learner.calibrate(home)
 
@@ -230,7 +233,13 @@ def run(settings: Settings, folder: Path) -> Values:
         claimed.append(dict(took))
         matrix.append(matrix_row())
     return {
-        "order": settings["order"], "matrix": matrix, "progressive": progressive, "claimed": claimed,
-        "diverged": diverged, "seconds": time.perf_counter() - started,
-        "base": unchanged, "base_unchanged": fingerprint(base) == unchanged, **learner.described(),
-    }  # fmt: skip
+        "order": settings["order"],
+        "matrix": matrix,
+        "progressive": progressive,
+        "claimed": claimed,
+        "diverged": diverged,
+        "seconds": time.perf_counter() - started,
+        "base": unchanged,
+        "base_unchanged": fingerprint(base) == unchanged,
+        **learner.described(),
+    }

@@ -40,9 +40,13 @@ def run_one(
 ) -> dict[str, Any]:
     """One row of the table."""
     return train_and_measure(
-        run_config(model, size), dataset, folder, sampled_batches=200 if size == "paper" else 20,
-        device=device, report=report,
-    )  # fmt: skip
+        run_config(model, size),
+        dataset,
+        folder,
+        sampled_batches=200 if size == "paper" else 20,
+        device=device,
+        report=report,
+    )
 
 
 def run(

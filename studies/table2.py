@@ -258,11 +258,15 @@ def run(
             found[name]["rows"][row] = values
             done += protocol.steps
     result_values = {
-        "experiment": "table2", "size": size, "seed": seed, "domain_b": domain_b,
+        "experiment": "table2",
+        "size": size,
+        "seed": seed,
+        "domain_b": domain_b,
         "config": {model: values["config"] for model, values in trained.items()},
         "pretrained": {model: values["val_ppl"] for model, values in trained.items()},
-        "protocols": found, "paper": PAPER if size == "paper" else None,
-    }  # fmt: skip
+        "protocols": found,
+        "paper": PAPER if size == "paper" else None,
+    }
     write_result(result, result_values)
     return result_values
 

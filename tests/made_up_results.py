@@ -17,9 +17,11 @@ EVIL = 'dense, <script>alert(1)</script> & "more" | `code`'
 ORDER = ["old", "new", "old"]
 GUARDED = "APN, guarded, no labels"
 PROVENANCE = {
-    "commit": "0123456789abcdef", "uncommitted_changes": True, "versions": {"torch": "2.13.0<b>"},
+    "commit": "0123456789abcdef",
+    "uncommitted_changes": True,
+    "versions": {"torch": "2.13.0<b>"},
     "machine": {"gpu": "NVIDIA H200", "cpu_threads": 2},
-}  # fmt: skip
+}
 
 
 def cell(before: float, gained: float, lost: float, *, routed: bool = False) -> dict:
@@ -33,23 +35,42 @@ def cell(before: float, gained: float, lost: float, *, routed: bool = False) -> 
     guarded = {"old": text(1.5 + 0.01 * lost), "B": text(before - 0.98 * gained)}
     return {
         "before": {"old": text(1.5), "B": text(before)},
-        "best": {"step": 20, "validation": 2.0, "guarded": guarded,
-                 "alone": {"old": text(1.5 + lost), "B": text(before - gained)},
-                 "changed": 123_456, "bytes": 493_824},
-        "trajectory": [{"step": step, "validation": 2.0, "losses": {
-            "old": 1.5 + lost * step / 20, "B": before - gained * step / 20}} for step in (0, 10, 20)],
-        "trained": 234_567, "extra_bytes": 16, "seconds": 12.34, "tokens": 1000, "base_unchanged": True,
-        "bound": 0.0027, "routing": routing if routed else None, "rate": 0.003,
-    }  # fmt: skip
+        "best": {
+            "step": 20,
+            "validation": 2.0,
+            "guarded": guarded,
+            "alone": {"old": text(1.5 + lost), "B": text(before - gained)},
+            "changed": 123_456,
+            "bytes": 493_824,
+        },
+        "trajectory": [
+            {
+                "step": step,
+                "validation": 2.0,
+                "losses": {"old": 1.5 + lost * step / 20, "B": before - gained * step / 20},
+            }
+            for step in (0, 10, 20)
+        ],
+        "trained": 234_567,
+        "extra_bytes": 16,
+        "seconds": 12.34,
+        "tokens": 1000,
+        "base_unchanged": True,
+        "bound": 0.0027,
+        "routing": routing if routed else None,
+        "rate": 0.003,
+    }
 
 
 CELLS = {
-    "dense, full": cell(3.0, 1.0, 0.8), "dense, FFN only": cell(3.0, 0.9, 0.6), EVIL: cell(3.0, 0.5, -0.1),
+    "dense, full": cell(3.0, 1.0, 0.8),
+    "dense, FFN only": cell(3.0, 0.9, 0.6),
+    EVIL: cell(3.0, 0.5, -0.1),
     "APN, overlay": cell(3.1, 0.8, 0.4, routed=True),
     "APN, overlay + attention": cell(3.1, 0.9, 0.5, routed=True),
     "APN, overlay + all": cell(3.1, 1.0, 0.7, routed=True),
     "dense, FFN + attention": cell(3.0, 0.95, 0.7),
-}  # fmt: skip
+}
 
 
 def stream(rise: float, claimed: bool) -> dict:
@@ -57,8 +78,14 @@ def stream(rise: float, claimed: bool) -> dict:
     for visit in range(3):
         matrix.append({"old": 1.5 + rise * visit, "new": 3.0 - 0.3 * visit})
     claims = [{"base": 900, "nobody yet": 100}, {"domain <1>": 1000}, {"base": 1000}]
-    told = {"order": ORDER, "matrix": matrix, "progressive": [1.4375, 2.8125, 1.5625], "seconds": 3.0,
-            "claimed": claims if claimed else [{"the model": 1000}] * 3, "base_unchanged": True}  # fmt: skip
+    told = {
+        "order": ORDER,
+        "matrix": matrix,
+        "progressive": [1.4375, 2.8125, 1.5625],
+        "seconds": 3.0,
+        "claimed": claims if claimed else [{"the model": 1000}] * 3,
+        "base_unchanged": True,
+    }
     overlays = {"overlays": {"domain <1>": {"tokens": 1000, "bytes": 4096}}} if claimed else {}
     return told | overlays | transfer(matrix, ORDER)
 
@@ -68,54 +95,99 @@ def _shifts() -> dict:
     rows = {method: shifts.summary([found], full, ["old"]) for method, found in CELLS.items()}
     streams = {"dense, full": stream(0.375, False), GUARDED: stream(0.001, True)}
     return {
-        "experiment": "shifts", "size": "full", "seeds": 1, "provenance": PROVENANCE,
+        "experiment": "shifts",
+        "size": "full",
+        "seeds": 1,
+        "provenance": PROVENANCE,
         "recipe": {"steps": 20, "batch_size": 4, "rates": [0.001, 0.003], "tuned_on": "new"},
         "rates": {method: {"rate": 0.003, "validation": {}} for method in CELLS},
         "shifts": {"old": {"new": rows, "<i>other</i>": rows}},
-        "streams": {"order": ORDER, "methods": {
-            method: {"rate": 0.01, "seeds": [found, found]} for method, found in streams.items()}},
-    }  # fmt: skip
+        "streams": {
+            "order": ORDER,
+            "methods": {method: {"rate": 0.01, "seeds": [found, found]} for method, found in streams.items()},
+        },
+    }
 
 
 def _forgetting() -> dict:
     overlays = {"random": {"alone": 9.0, "guarded": 1.502, "rise": 0.0020020}}
     values = {
-        "experiment": "forgetting", "size": "full", "seed": 7, "provenance": PROVENANCE,
+        "experiment": "forgetting",
+        "size": "full",
+        "seed": 7,
+        "provenance": PROVENANCE,
         "shifts": {"new": CELLS},
         "harm": {"before": 1.5, "overlays": overlays, "bound": 0.0027, "window": 256, "base_unchanged": True},
         "stream": stream(0.001, True) | {"rate": 0.01},
         "speed": {"ratio": 0.5, "all_paths_ratio": 0.25},
-    }  # fmt: skip
+    }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(forgetting, "HOME", "old")
         return values | {"shows": forgetting.shows(values)}
 
 
 SHIFTS, FORGETTING = _shifts(), _forgetting()
-OPTION = {"val_ppl": 4.5, "val_ppl_seeds": [4.5], "usage_entropy": 2.5, "overlap": 0.25, "forgetting": 0.125,
-          "B": 1.5, "parameters": 1000, "multiply_adds_per_token": 2_000_000}  # fmt: skip
+OPTION = {
+    "val_ppl": 4.5,
+    "val_ppl_seeds": [4.5],
+    "usage_entropy": 2.5,
+    "overlap": 0.25,
+    "forgetting": 0.125,
+    "B": 1.5,
+    "parameters": 1000,
+    "multiply_adds_per_token": 2_000_000,
+}
 SENSITIVITY = {
-    "experiment": "sensitivity", "shift": ["old", "new"], "method": "APN, paper rule", "rate": 0.003,
+    "experiment": "sensitivity",
+    "shift": ["old", "new"],
+    "method": "APN, paper rule",
+    "rate": 0.003,
     "rows": {"as planned": OPTION, "<top_k=2>": OPTION | {"val_ppl_seeds": [4.25, 4.75], "overlap": 0.5}},
-}  # fmt: skip
+}
 MATCH = {
-    "experiment": "match", "datasets": {
-        "kjv": {"dense": {"val_loss": [1.25, 1.75], "parameters": 10, "multiply_adds_per_token": 20,
-                          "way": "rate 0.001", "best_step": [500, 750]},
-                "<apn>": {"val_loss": [1.5], "multiply_adds_per_token": 30}},
+    "experiment": "match",
+    "datasets": {
+        "kjv": {
+            "dense": {
+                "val_loss": [1.25, 1.75],
+                "parameters": 10,
+                "multiply_adds_per_token": 20,
+                "way": "rate 0.001",
+                "best_step": [500, 750],
+            },
+            "<apn>": {"val_loss": [1.5], "multiply_adds_per_token": 30},
+        },
     },
-}  # fmt: skip
+}
 
 
-RETROFIT_WAY = {"B": 12.345, "rises": {"news": 0.0125}, "worst_rise": 0.0125, "B_over_lora": 1.0375,
-                "B_over_lora_interval": [1.03125, 1.0625]}  # fmt: skip
+RETROFIT_WAY = {
+    "B": 12.345,
+    "rises": {"news": 0.0125},
+    "worst_rise": 0.0125,
+    "B_over_lora": 1.0375,
+    "B_over_lora_interval": [1.03125, 1.0625],
+}
 RETROFIT = {
-    "experiment": "retrofit", "size": "full", "model": "smollm2-135m", "rates": {"APN <beside>": 0.003},
-    "domains": {"law": {"APN <beside>": {
-        "trained": 5_000_000, "parameters": 135_000_000, "seconds": 61.5, "tokens": 1000, "best_step": 225,
-        "before": {"B": 45.678, "news": 21.5}, "alone": RETROFIT_WAY,
-        "guarded": RETROFIT_WAY | {"worst_rise": -0.0025}}}},
-}  # fmt: skip
+    "experiment": "retrofit",
+    "size": "full",
+    "model": "smollm2-135m",
+    "rates": {"APN <beside>": 0.003},
+    "domains": {
+        "law": {
+            "APN <beside>": {
+                "trained": 5_000_000,
+                "parameters": 135_000_000,
+                "seconds": 61.5,
+                "tokens": 1000,
+                "best_step": 225,
+                "before": {"B": 45.678, "news": 21.5},
+                "alone": RETROFIT_WAY,
+                "guarded": RETROFIT_WAY | {"worst_rise": -0.0025},
+            }
+        }
+    },
+}
 
 
 class Page(HTMLParser):

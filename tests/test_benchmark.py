@@ -110,9 +110,18 @@ def made_up_cell(lost, gained, size):
     best = {"step": 10, "alone": after, "guarded": before, "changed": size, "bytes": 4 * size}
     way = [{"step": step, "losses": dict.fromkeys(before, 9.0)} for step in (0, 10)]
     return {
-        "base": "a", "before": before, "best": best, "trajectory": way, "trained": 5, "extra_bytes": 0,
-        "tokens": 1, "seconds": 1.0, "base_unchanged": True, "bound": 0.1, "routing": None,
-    }  # fmt: skip
+        "base": "a",
+        "before": before,
+        "best": best,
+        "trajectory": way,
+        "trained": 5,
+        "extra_bytes": 0,
+        "tokens": 1,
+        "seconds": 1.0,
+        "base_unchanged": True,
+        "bound": 0.1,
+        "routing": None,
+    }
 
 
 def test_a_summary_is_of_the_step_that_counts_and_of_all_seeds():
@@ -328,8 +337,14 @@ def test_each_model_is_trained_the_way_that_suits_it(texts, tmp_path, monkeypatc
         train = cell["config"]["train"]
         height = 2 * train["weight_decay"] / 0.1 if "-char-" in name else train["learning_rate"] / 5e-4
         loss = None if height > 2 and "moe" in name else (-height if "apn" in name else height)
-        return {"val_loss": loss, "best_step": 1, "parameters": 2, "multiply_adds_per_token": 3,
-                "training_seconds": 4.0, "config": cell["config"]}  # fmt: skip
+        return {
+            "val_loss": loss,
+            "best_step": 1,
+            "parameters": 2,
+            "multiply_adds_per_token": 3,
+            "training_seconds": 4.0,
+            "config": cell["config"],
+        }
 
     def answer(bench, inquiries):
         driven = {key: drive(inquiry, pretend) for key, inquiry in inquiries.items()}

@@ -191,15 +191,23 @@ def test_routing_is_counted_over_the_whole_validation_text(finished, dataset):
     assert layer["usage_entropy"] == pytest.approx(-sum(q * math.log(q) for q in layer["usage"] if q))
     lines = demo.routing_table(result).splitlines()[::2]
     assert len(lines) == len(result["routing"])
-    assert all(len(re.findall("[\u2581-\u2588]", line)) == 30 - layer["dead_patches"]
-               for line, layer in zip(lines, result["routing"].values(), strict=True))  # fmt: skip
+    assert all(
+        len(re.findall("[\u2581-\u2588]", line)) == 30 - layer["dead_patches"]
+        for line, layer in zip(lines, result["routing"].values(), strict=True)
+    )
 
 
 @pytest.mark.parametrize(
     ("effective", "dead", "word"),
-    [(30, 0, "even"), (15, 0, "even"), (14, 2, "uneven"), (4, 0, "uneven"),
-     (3, 0, "collapsed"), (14, 16, "collapsed")],
-)  # fmt: skip
+    [
+        (30, 0, "even"),
+        (15, 0, "even"),
+        (14, 2, "uneven"),
+        (4, 0, "uneven"),
+        (3, 0, "collapsed"),
+        (14, 16, "collapsed"),
+    ],
+)
 def test_verdict(effective, dead, word):
     layer = {"num_patches": 30, "top_k": 2, "effective_patches": effective, "dead_patches": dead}
     assert report.verdict(layer)[0] == word

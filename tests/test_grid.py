@@ -59,8 +59,11 @@ def test_what_is_done_is_not_done_again(tmp_path, jobs):
     assert again == values | {"cell-4": {"square": 16}}
     assert marks(tmp_path) == [1, 2, 3, 4]
     assert {record["cell"]: record["found"] for record in seen} == {
-        "cell-1": True, "cell-2": True, "cell-3": True, "cell-4": False
-    }  # fmt: skip
+        "cell-1": True,
+        "cell-2": True,
+        "cell-3": True,
+        "cell-4": False,
+    }
     saved = json.loads(cell_file(tmp_path, "cell-4").read_text())
     assert saved["settings"] == {"number": 4}
     assert saved["provenance"]["versions"]
@@ -178,9 +181,7 @@ def test_a_mistake_in_an_inquiry_ends_only_that_one(tmp_path, jobs):
         raise KeyError("no such thing")
 
     with pytest.raises(KeyError, match="no such thing"):
-        run_inquiries(
-            {"bad": mistaken(), "good": counted(2, 3)}, work, tmp_path, jobs=jobs, idle=KEPT
-        )  # fmt: skip
+        run_inquiries({"bad": mistaken(), "good": counted(2, 3)}, work, tmp_path, jobs=jobs, idle=KEPT)
     assert marks(tmp_path) == [1, 2, 3]
 
 
@@ -189,9 +190,13 @@ def test_out_of_time_before_everything_was_asked_for(tmp_path, jobs):
     inquiries = {"long": counted(1, 2), "bad": ask(cells_of(0, mistake="raise"))}
     with pytest.raises(GridStopped, match=r"1 of 3 cells known so far wait.* 1 failed: cell-0"):
         run_inquiries(
-            inquiries, work, tmp_path, jobs=jobs, idle=KEPT,
+            inquiries,
+            work,
+            tmp_path,
+            jobs=jobs,
+            idle=KEPT,
             stop=lambda: (tmp_path / "marks").exists() and len(marks(tmp_path)) == 2,
-        )  # fmt: skip
+        )
     assert marks(tmp_path) == [0, 1]
 
 

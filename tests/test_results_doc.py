@@ -53,8 +53,16 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("results").mkdir()
     put(Path("results"), shifts=SHIFTS, forgetting=FORGETTING, match=MATCH)
-    command = ["report", "results/shifts.json", "results/forgetting.json", "results/match.json",
-               "--out", "out/report.html", "--docs", "docs/results.md"]  # fmt: skip
+    command = [
+        "report",
+        "results/shifts.json",
+        "results/forgetting.json",
+        "results/match.json",
+        "--out",
+        "out/report.html",
+        "--docs",
+        "docs/results.md",
+    ]
     assert cli.main(command) == 0
     assert "docs/results.md" in capsys.readouterr().out
     text = Path("docs/results.md").read_text()
@@ -129,8 +137,11 @@ def test_markdown_has_the_numbers_and_no_html(tmp_path, no_charts):
 
 
 def test_a_cell_cannot_break_its_table():
-    table = Table("", [Column("a", "group"), Column("b", main=False), Column("c")],
-                  [[Cell("x | y\nz"), Cell("unseen"), number(-0.0001, ".2f", (-1.0, 1.0))]])  # fmt: skip
+    table = Table(
+        "",
+        [Column("a", "group"), Column("b", main=False), Column("c")],
+        [[Cell("x | y\nz"), Cell("unseen"), number(-0.0001, ".2f", (-1.0, 1.0))]],
+    )
     assert markdown(table) == "| group, a | c |\n| ---: | ---: |\n| x \\| y z | 0.00 (-1.00 to 1.00) |"
 
 

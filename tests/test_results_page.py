@@ -100,11 +100,28 @@ def test_numbers_are_those_of_the_json(whole):
     for method, told in SHIFTS["shifts"]["old"]["new"].items():
         alone, guarded = told["alone"], told["guarded"]
         expected = [
-            told["A_before"], alone["A"], guarded["A"], told["B_before"], alone["B"], guarded["B"],
-            alone["gain"], guarded["gain"], alone["forgetting"], guarded["forgetting"], alone["B_over_full"],
-            guarded["B_over_full"], alone["hypervolume"], guarded["hypervolume"], told["trained"],
-            told["changed"], told["bytes"], told["extra_bytes"], told["seconds"], 0.003, 20,
-        ]  # fmt: skip
+            told["A_before"],
+            alone["A"],
+            guarded["A"],
+            told["B_before"],
+            alone["B"],
+            guarded["B"],
+            alone["gain"],
+            guarded["gain"],
+            alone["forgetting"],
+            guarded["forgetting"],
+            alone["B_over_full"],
+            guarded["B_over_full"],
+            alone["hypervolume"],
+            guarded["hypervolume"],
+            told["trained"],
+            told["changed"],
+            told["bytes"],
+            told["extra_bytes"],
+            told["seconds"],
+            0.003,
+            20,
+        ]
         cells = rows[method][1:]
         assert [float(own["data-value"]) for _, own in cells] == expected
         low, high = alone["forgetting_interval"]

@@ -147,8 +147,11 @@ def test_the_script_about_rates_compares_them_and_tells_who_diverged(texts, tmp_
     main([f"--out={tmp_path}", f"--result={tmp_path}/r.json", "--device=cpu", "--domain", *domains, *asked])
     rows = json.loads((tmp_path / "r.json").read_text())["rows"]
     assert [(row["rate"], row["rate_horizon"]) for row in rows] == [
-        (0.01, None), (0.01, 256), (1e30, None), (1e30, 256)
-    ]  # fmt: skip
+        (0.01, None),
+        (0.01, 256),
+        (1e30, None),
+        (1e30, 256),
+    ]
     assert rows[0]["new_texts"] < rows[1]["new_texts"]  # so little text wants large steps
     assert rows[0]["seeds"][0]["overlays"] >= 1
     assert rows[2]["new_texts"] is None

@@ -86,9 +86,13 @@ def test_every_row(small):
     renewed = table2.run("smoke", dataset, folder / "run", folder / "d.json", **options)
     assert renewed["protocols"]["paper"]["rows"] != result["protocols"]["paper"]["rows"]
     moved = table2.run(
-        "smoke", dataset, folder / "run", folder / "c.json", rows=("dense, FFN only",),
+        "smoke",
+        dataset,
+        folder / "run",
+        folder / "c.json",
+        rows=("dense, FFN only",),
         **{**options, "domain_b": str(folder / "a.txt")},
-    )  # fmt: skip
+    )
     assert moved["protocols"]["paper"]["rows"] != result["protocols"]["paper"]["rows"]
 
 

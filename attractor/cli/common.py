@@ -28,9 +28,12 @@ def dataset_of(config: RunConfig) -> Dataset:
     if (folder / "meta.json").is_file():
         return Dataset.open(folder)
     return prepare(
-        data.source, Path("data") / f"{folder.stem}-{Path(data.tokenizer).stem}", tokenizer=data.tokenizer,
-        vocab_size=data.vocab_size, val_fraction=data.val_fraction,
-    )  # fmt: skip
+        data.source,
+        Path("data") / f"{folder.stem}-{Path(data.tokenizer).stem}",
+        tokenizer=data.tokenizer,
+        vocab_size=data.vocab_size,
+        val_fraction=data.val_fraction,
+    )
 
 
 def validation_text(run: Path) -> np.ndarray | None:
