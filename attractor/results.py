@@ -1,5 +1,6 @@
 """A result is a JSON file that says what was computed, with what, from which code and on which machine."""
 
+import functools
 import json
 import math
 import os
@@ -40,6 +41,7 @@ def provenance() -> dict[str, Any]:
     }
 
 
+@functools.cache  # of the code that runs, whatever is committed meanwhile
 def _git(*arguments: str) -> str:
     """Empty outside a checkout: an installed package has no commit."""
     here = Path(__file__).parent

@@ -242,7 +242,8 @@ class Trainer:
             for layer in self.model.apn_layers().values():
                 layer.set_scale_factor(warmup_factor(self.step, train.scale_warmup_steps))
         self.spread.train()
-        torch.compiler.cudagraph_mark_step_begin()
+        if self.device.type == "cuda":  # elsewhere there are no graphs, and asking imports a compiler
+            torch.compiler.cudagraph_mark_step_begin()
         self.optimizer.zero_grad(set_to_none=True)
         inputs, targets = (part.to(self.device, non_blocking=True) for part in next(self.batches))
         total = torch.zeros((), device=self.device)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from attractor.results import write_result
-from studies.plan import HOME, PAPER, TARGETS, domain, plan_of, read_domains
+from studies.plan import HOME, PAPER, PLANS, TARGETS, domain, read_domains
 
 WORDS = 5
 
@@ -31,7 +31,7 @@ def sequences(tokens: np.ndarray) -> list[tuple[str, ...]]:
 
 
 def main(result: str, *given: str) -> None:
-    plan, folder = plan_of("full"), Path(tempfile.mkdtemp())
+    plan, folder = PLANS["full"], Path(tempfile.mkdtemp())
     sources = {name: name for name in (HOME, *TARGETS) if name != PAPER} | dict(g.split("=") for g in given)
     hashes = read_domains(plan, sources, folder)
     test = sequences(domain(plan, folder, HOME).test)

@@ -29,7 +29,7 @@ from attractor.trainer import NotFiniteLoss
 from studies.grid import Settings, Values
 from studies.learning import Course, scheduled
 from studies.methods import METHODS, Adapter, Situation
-from studies.plan import Plan, Text, device_of, domain, load_base, plan_of
+from studies.plan import PLANS, Plan, Text, device_of, domain, load_base
 
 BLOCK = 1024
 """Tokens of a block, for the bootstrap: the losses of neighbours are not independent."""
@@ -37,7 +37,7 @@ BLOCK = 1024
 
 def pretrain(settings: Settings, folder: Path) -> Values:
     """Train a model to its best validation loss; the values are those of `train_and_measure`."""
-    plan = plan_of(settings["size"])
+    plan = PLANS[settings["size"]]
     texts = [domain(plan, folder, name) for name in settings["members"]]
     dataset = tokens_of(plan, settings["tokenizer"], texts, folder)
     config = RunConfig.from_dict(settings["config"])
@@ -114,7 +114,7 @@ def blocks(losses: np.ndarray) -> dict[str, Any]:
 
 def adapt(settings: Settings, folder: Path) -> Values:
     """One method on one shift: where it was best by B's validation text, and the way there."""
-    plan, device = plan_of(settings["size"]), device_of(settings)
+    plan, device = PLANS[settings["size"]], device_of(settings)
     base = load_base(folder, settings["base"], device)
     before_hash = fingerprint(base)
     old = {name: domain(plan, folder, name) for name in settings["members"]}

@@ -32,11 +32,11 @@ from studies.methods import METHODS
 from studies.plan import (
     HOME,
     MIXTURE,
+    PLANS,
     TARGETS,
     Plan,
     Size,
     device_of,
-    plan_of,
     read_domains,
     tensor_cores,
 )
@@ -87,7 +87,7 @@ class Benchmark:
     report: Report = lambda record: None
 
     def __post_init__(self) -> None:
-        self.plan: Plan = plan_of(self.size)
+        self.plan: Plan = PLANS[self.size]
         if self.seeds is not None:
             check_size("seeds", self.seeds)
             self.plan = dataclasses.replace(self.plan, seeds=self.seeds)

@@ -22,14 +22,14 @@ from studies.adapting import situation
 from studies.grid import Settings, Values
 from studies.learning import Course, scheduled
 from studies.methods import METHODS, PAPER_ROLES
-from studies.plan import Plan, device_of, domain, load_base, plan_of
+from studies.plan import PLANS, Plan, device_of, domain, load_base
 
 HARMS = ("random", "huge", "trained to be wrong", "trained against the guard")
 
 
 def harm(settings: Settings, folder: Path) -> Values:
     """The perplexity of A under the guard with overlays made to ruin it, against the bound."""
-    plan, device = plan_of(settings["size"]), device_of(settings)
+    plan, device = PLANS[settings["size"]], device_of(settings)
     base = load_base(folder, settings["base"], device)
     unchanged = fingerprint(base)
     text = domain(plan, folder, settings["members"][0])
@@ -98,7 +98,7 @@ def speed(settings: Settings, folder: Path) -> Values:
     An overlay learns B; texts of B are prompts; then both write, in turns. A guard's tokens count from when a
     path first rests.
     """
-    plan, device = plan_of(settings["size"]), device_of(settings)
+    plan, device = PLANS[settings["size"]], device_of(settings)
     base = load_base(folder, settings["base"], device)
     old = {name: domain(plan, folder, name) for name in settings["members"]}
     new = domain(plan, folder, settings["shift"])

@@ -85,49 +85,47 @@ class Plan:
         return sorted({round(i * steps / self.evaluations) for i in range(self.evaluations + 1)})
 
 
-def plan_of(size: Size) -> Plan:
-    if size == "smoke":
-        return Plan(
-            model=GPTConfig(vocab_size=256, context=32, num_layers=2, num_heads=2, dim=32, ffn_start="unit"),
-            apn=APNConfig(num_patches=16, top_k=2, rank=16),
-            moe=dataclasses.replace(EXPERTS, num_experts=4),
-            train=TrainConfig(
-                max_steps=60,
-                batch_size=16,
-                learning_rate=1e-2,
-                warmup_steps=10,
-                eval_interval=30,
-                checkpoint_interval=60,
-            ),
-            steps=6,
-            batch_size=4,
-            rates=(1e-3, 1e-2),
-            test_bytes=4096,
-            val_bytes=2048,
-            train_bytes=65_536,
-            stream_tokens=2048,
-            evaluations=2,
-            memory=128,
-            bpe_vocabulary=300,
-            mixture_steps=60,
-        )
-    if size == "small":
-        return Plan(
-            model=GPTConfig(
-                vocab_size=256, context=128, num_layers=4, num_heads=4, dim=128, dropout=0.1, ffn_start="unit"
-            ),
-            apn=APNConfig(num_patches=32, top_k=4, rank=64, patch_dropout=0.15),
-            moe=EXPERTS,
-            train=TrainConfig(max_steps=1500, batch_size=32, patience=3),
-            steps=300,
+PLANS: dict[Size, Plan] = {
+    "smoke": Plan(
+        model=GPTConfig(vocab_size=256, context=32, num_layers=2, num_heads=2, dim=32, ffn_start="unit"),
+        apn=APNConfig(num_patches=16, top_k=2, rank=16),
+        moe=dataclasses.replace(EXPERTS, num_experts=4),
+        train=TrainConfig(
+            max_steps=60,
             batch_size=16,
-            rates=(1e-3, 3e-3, 1e-2),
-            test_bytes=102_400,
-            val_bytes=25_600,
-            train_bytes=1_000_000,
-            stream_tokens=131_072,
-        )
-    return Plan(
+            learning_rate=1e-2,
+            warmup_steps=10,
+            eval_interval=30,
+            checkpoint_interval=60,
+        ),
+        steps=6,
+        batch_size=4,
+        rates=(1e-3, 1e-2),
+        test_bytes=4096,
+        val_bytes=2048,
+        train_bytes=65_536,
+        stream_tokens=2048,
+        evaluations=2,
+        memory=128,
+        bpe_vocabulary=300,
+        mixture_steps=60,
+    ),
+    "small": Plan(
+        model=GPTConfig(
+            vocab_size=256, context=128, num_layers=4, num_heads=4, dim=128, dropout=0.1, ffn_start="unit"
+        ),
+        apn=APNConfig(num_patches=32, top_k=4, rank=64, patch_dropout=0.15),
+        moe=EXPERTS,
+        train=TrainConfig(max_steps=1500, batch_size=32, patience=3),
+        steps=300,
+        batch_size=16,
+        rates=(1e-3, 3e-3, 1e-2),
+        test_bytes=102_400,
+        val_bytes=25_600,
+        train_bytes=1_000_000,
+        stream_tokens=131_072,
+    ),
+    "full": Plan(
         model=GPTConfig(vocab_size=256, dropout=0.2, ffn_start="unit"),
         apn=presets.best_apn().model.apn,
         moe=EXPERTS,
@@ -140,7 +138,9 @@ def plan_of(size: Size) -> Plan:
         val_bytes=51_200,
         train_bytes=None,
         stream_tokens=393_216,
-    )
+    ),
+}
+"""Everything runs, and means nothing; for a patient CPU; for a GPU."""
 
 
 def named_texts(option: str, given: Sequence[str]) -> dict[str, str]:

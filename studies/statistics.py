@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from scipy import stats
 
 RUN = 8
 """Neighbouring blocks that are drawn together: they share a scene or a file, and are not independent."""
@@ -37,6 +36,8 @@ def interval(
 
 def _t_95(freedom: float) -> float:
     """What 1.96 becomes when the spread is known from few."""
+    from scipy import stats  # most of a second, which whoever asks for no interval need not wait
+
     return float(stats.t.ppf(0.975, freedom))
 
 

@@ -28,7 +28,7 @@ from attractor.model import GPT
 from studies.adapting import Meter, situation, sizes
 from studies.grid import Settings, Values
 from studies.methods import METHODS, PAPER_ROLES, Adapter, Method, replay
-from studies.plan import Plan, Text, device_of, domain, load_base, plan_of
+from studies.plan import PLANS, Plan, Text, device_of, domain, load_base
 
 GUARDED = "APN, guarded, no labels"
 ONLINE = {
@@ -188,7 +188,7 @@ def visits(plan: Plan, order: list[str], texts: dict[str, Text]) -> Iterator[tup
 
 def run(settings: Settings, folder: Path) -> Values:
     """The result matrix: losses of all domains before the stream and after each visit."""
-    plan, device = plan_of(settings["size"]), device_of(settings)
+    plan, device = PLANS[settings["size"]], device_of(settings)
     base = load_base(folder, settings["base"], device)
     unchanged = fingerprint(base)
     texts = {name: domain(plan, folder, name) for name in dict.fromkeys(settings["order"])}

@@ -1,3 +1,4 @@
+import dataclasses
 import gc
 import importlib.util
 import inspect
@@ -90,8 +91,22 @@ def texts(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def bench(texts, tmp_path_factory):
-    """The smallest size on those, with cells that a module shares."""
-    from studies.cells import Benchmark  # not before the interpreter is chosen
+def tiny_plan():
+    """The smallest size with less to train and less to measure with."""
+    from studies.plan import PLANS  # not before the interpreter is chosen
+
+    smoke = PLANS["smoke"]
+    train = dataclasses.replace(smoke.train, max_steps=40, eval_interval=20, checkpoint_interval=40)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(
+            PLANS, "smoke", dataclasses.replace(smoke, train=train, test_bytes=1024, val_bytes=1024)
+        )
+        yield PLANS["smoke"]
+
+
+@pytest.fixture(scope="module")
+def bench(texts, tiny_plan, tmp_path_factory):
+    """That size on those texts, with cells that a module shares."""
+    from studies.cells import Benchmark
 
     return Benchmark("smoke", tmp_path_factory.mktemp("bench"), domains=texts, device="cpu")

@@ -21,14 +21,14 @@ from studies import adapting, forgetting, match, rates, sensitivity, shifts, str
 from studies.cells import Benchmark, slug
 from studies.grid import CellsFailed, GridStopped, cell_file
 from studies.methods import METHODS, Situation
-from studies.plan import FOLIO, HOME, KINDS, PAPER, PAPER_BYTES, domain, plan_of, read_domains
+from studies.plan import FOLIO, HOME, KINDS, PAPER, PAPER_BYTES, PLANS, domain, read_domains
 from studies.report import study_tables
 from studies.report.readings import Result, read
 
 
 def situation(kind, **changes):
     torch.manual_seed(0)
-    plan = plan_of("smoke")
+    plan = PLANS["smoke"]
     base = GPT(plan.config(kind, 0).model).eval()
     rows = torch.randint(0, 256, (64, base.config.context + 1))
     background = rows.flatten()[:500].numpy()
@@ -82,7 +82,7 @@ def test_ranked_patches_are_compared_with_the_old_text_to_the_end():
 
 
 def test_the_schedule_rises_and_falls():
-    plan = dataclasses.replace(plan_of("full"), steps=100)
+    plan = dataclasses.replace(PLANS["full"], steps=100)
     rates = [plan.rate_at(step, 2.0, 100) for step in range(101)]
     assert rates[0] == pytest.approx(2.0 / 8, rel=1e-3)
     assert max(rates) == pytest.approx(2.0, rel=0.02)
@@ -92,7 +92,7 @@ def test_the_schedule_rises_and_falls():
 
 
 def test_a_small_text_is_not_read_until_it_is_known_by_heart():
-    plan = plan_of("full")
+    plan = PLANS["full"]
     batch = plan.batch_size * plan.model.context
     assert plan.steps_on(10**7) == plan.steps
     assert plan.steps_on(batch) == plan.passes < plan.steps
@@ -135,7 +135,7 @@ def test_a_summary_is_of_the_step_that_counts_and_of_all_seeds():
 
 
 def test_domains_are_cut_apart(texts, tmp_path):
-    plan = plan_of("smoke")
+    plan = PLANS["smoke"]
     hashes = read_domains(plan, texts, tmp_path)
     assert hashes == read_domains(plan, texts, tmp_path)
     text = domain(plan, tmp_path, "kjv")
@@ -147,7 +147,9 @@ def test_domains_are_cut_apart(texts, tmp_path):
     assert whole.startswith(text.train.astype(np.uint8).tobytes())
     short = tmp_path / "short.txt"
     short.write_text("too short")
-    with pytest.raises(ValueError, match="has 9 bytes; a domain needs 12,288"):
+    with pytest.raises(
+        ValueError, match=f"has 9 bytes; a domain needs {2 * (plan.test_bytes + plan.val_bytes):,}"
+    ):
         read_domains(plan, {"short": str(short)}, tmp_path)
 
 
@@ -168,11 +170,10 @@ CHOSEN = ("dense, full", "APN, overlay + all", "MoE, FFN only")
 
 
 @pytest.fixture(scope="module")
-def small_bench(texts, tmp_path_factory):
-    """With less to compute: one text less to adapt to, and less of each to measure with."""
+def small_bench(texts, tiny_plan, tmp_path_factory):
+    """With less to compute: one text less to adapt to."""
     bench = Benchmark("smoke", tmp_path_factory.mktemp("small"), domains=texts, device="cpu")
     bench.targets.remove(FOLIO)
-    bench.plan = dataclasses.replace(bench.plan, test_bytes=2048)
     for kind, text in itertools.product(("dense", "apn"), (HOME, "mixture")):
         bench.run(bench.pretrain(kind, text, 0))
     return bench
@@ -295,7 +296,7 @@ def test_forgetting(whole, bench, small_bench, tmp_path, monkeypatch):
 @pytest.mark.parametrize("size", ["smoke", "small", "full"])
 def test_equal_parameters_and_no_more_work(size, texts, tmp_path):
     bench = Benchmark("smoke", tmp_path, domains=texts)
-    bench.plan = plan_of(size)
+    bench.plan = PLANS[size]
     d = bench.plan.model.dim
 
     def cost(a):
@@ -322,8 +323,9 @@ def test_a_text_is_read_three_times_at_most(texts, tmp_path):
     config = bench.plan.config("dense", 0)
     long = dataclasses.replace(config, train=dataclasses.replace(config.train, max_steps=10**6))
     ((_, cell),) = bench.train("long", long, [HOME], "byte", 0, passes=3).items()
+    held_out = bench.plan.test_bytes + bench.plan.val_bytes
     domain_text = np.tile(np.arange(50, dtype=np.uint8), 10_000)
-    (tmp_path / "texts" / f"{HOME}.bin").write_bytes(domain_text.tobytes()[: 6144 + 512 * 5])
+    (tmp_path / "texts" / f"{HOME}.bin").write_bytes(domain_text.tobytes()[: held_out + 512 * 5])
     values = adapting.train(cell, tmp_path)
     assert values["config"]["train"]["max_steps"] == 3 * 5  # five batches of 512 bytes, three times
     assert not list((tmp_path / "pretrained").iterdir())  # and nobody needs the model any more
@@ -517,6 +519,6 @@ def test_a_rate_that_diverges_is_a_result(bench):
 def test_other_plans_are_other_cells(bench, monkeypatch):
     (before,) = bench.adapt("dense, full", HOME, "kjv", 0, 1e-2).values()
     for change in ({"steps": 7}, {"memory": 5}, {"apn": APNConfig(num_patches=17, top_k=1)}):
-        monkeypatch.setattr(bench, "plan", dataclasses.replace(plan_of("smoke"), **change))
+        monkeypatch.setattr(bench, "plan", dataclasses.replace(PLANS["smoke"], **change))
         (after,) = bench.adapt("dense, full", HOME, "kjv", 0, 1e-2).values()
         assert after != before, change

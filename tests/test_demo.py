@@ -2,6 +2,7 @@
 
 import base64
 import copy
+import dataclasses
 import json
 import math
 import os
@@ -17,7 +18,7 @@ import torch
 
 from attractor import demo
 from attractor.checkpoint import find_model, read_metrics
-from attractor.data import prepare, windows
+from attractor.data import prepare, read_text, windows
 from attractor.demo import report
 from attractor.model import GPT
 
@@ -34,9 +35,19 @@ def dataset(tmp_path_factory):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def short_samples():
+def small_demo():
+    """Smaller models, shorter samples and less to learn."""
+    usual = demo.run_config
+
+    def run_config(*given):
+        config = usual(*given)
+        shape = dataclasses.replace(config.model, context=32, num_layers=3, num_heads=2, dim=32)
+        return dataclasses.replace(config, model=shape)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(demo.SAMPLING, "max_tokens", 30)
+        patch.setattr(demo, "run_config", run_config)
+        patch.setattr(demo, "read_text", lambda source: read_text(source, size=8192))
         yield
 
 

@@ -1,5 +1,6 @@
 """Cells: done once, lost one at a time, side by side or in turn."""
 
+import gc
 import json
 import os
 import subprocess
@@ -19,7 +20,6 @@ from studies.grid import (
     origins,
     run_inquiries,
 )
-from studies.report.readings import provenance
 
 both_ways = pytest.mark.parametrize("jobs", [1, 2])
 KEPT = []
@@ -70,6 +70,8 @@ def test_what_is_done_is_not_done_again(tmp_path, jobs):
 
 
 def test_cells_say_where_they_come_from(tmp_path, monkeypatch):
+    from studies.report.readings import provenance  # not for the processes, which import this file
+
     for commit, numbers in {"one": (1, 2), "two": (1, 2, 3)}.items():
         monkeypatch.setenv("ATTRACTOR_COMMIT", commit)
         run_cells(cells_of(*numbers), work, tmp_path)
@@ -114,34 +116,6 @@ def test_a_process_that_dies_loses_one_cell(tmp_path):
     with pytest.raises(CellsFailed, match="its process died with exit code 7"):
         run_cells(cells, work, tmp_path, jobs=2, idle=KEPT)
     assert marks(tmp_path) == [0, 1, 2, 3]
-
-
-def where(settings, folder):
-    return {"pid": os.getpid(), "threads": torch.get_num_threads()}
-
-
-def test_processes_are_kept_for_whoever_asks_again(tmp_path):
-    idle = []
-    (tmp_path / "b").mkdir()
-    ran = []
-    for numbers in ((1, 2, 3), (4, 5, 6)):
-        done = run_cells(cells_of(*numbers), where, tmp_path, jobs=2, idle=idle)
-        ran.append({values["pid"] for values in done.values()})
-    assert ran[1] <= {worker.process.pid for worker in idle}
-    assert ran[1] & ran[0]
-    processes = [worker.process for worker in idle]
-    assert len(processes) == 2
-    processes[-1].kill()
-    processes[-1].join()
-    (last,) = run_cells(cells_of(7), where, tmp_path, jobs=2, idle=idle).values()  # by the other one
-    assert last["pid"] == processes[0].pid
-    beside = {values["threads"] for values in done.values()}
-    assert beside == {max(1, last["threads"] // 2)}  # now it has all of them
-    (elsewhere,) = run_cells(cells_of(7), work, tmp_path / "b", jobs=2, idle=idle).values()
-    assert elsewhere == {"square": 49}  # other work, in another folder
-    idle.clear()  # nobody has a line to it any more
-    processes[0].join(300)
-    assert processes[0].exitcode == 0
 
 
 def counted(*numbers):
@@ -287,3 +261,33 @@ def _until(happened, seconds=300):
 def test_jobs_are_a_number(tmp_path):
     with pytest.raises(ValueError, match="jobs=0"):
         run_cells({}, work, tmp_path, jobs=0)
+
+
+def where(settings, folder):
+    return {"pid": os.getpid(), "threads": torch.get_num_threads()}
+
+
+def test_processes_are_kept_for_whoever_asks_again(tmp_path):
+    """The last of these tests: it uses up the processes that the others have kept."""
+    idle = KEPT
+    (tmp_path / "b").mkdir()
+    ran = []
+    for numbers in ((1, 2, 3), (4, 5, 6)):
+        done = run_cells(cells_of(*numbers), where, tmp_path, jobs=2, idle=idle)
+        ran.append({values["pid"] for values in done.values()})
+    assert ran[1] <= {worker.process.pid for worker in idle}
+    assert ran[1] & ran[0]
+    processes = [worker.process for worker in idle]
+    assert len(processes) == 2
+    processes[-1].kill()
+    processes[-1].join()
+    (last,) = run_cells(cells_of(7), where, tmp_path, jobs=2, idle=idle).values()  # by the other one
+    assert last["pid"] == processes[0].pid
+    beside = {values["threads"] for values in done.values()}
+    assert beside == {max(1, last["threads"] // 2)}  # now it has all of them
+    (elsewhere,) = run_cells(cells_of(7), work, tmp_path / "b", jobs=2, idle=idle).values()
+    assert elsewhere == {"square": 49}  # other work, in another folder
+    idle.clear()  # nobody has a line to it any more
+    gc.collect()  # nor has a traceback of another test
+    processes[0].join(60)
+    assert processes[0].exitcode == 0

@@ -22,10 +22,10 @@ from attractor.evaluate import evaluate
 from attractor.model import GPT
 from studies.adapting import Meter
 from studies.methods import Situation
-from studies.plan import HOME, plan_of
+from studies.plan import HOME, PLANS
 from studies.streams import COPIES, GUARDED, LEARNERS, GuardedCopies, Online
 
-PLAN = dataclasses.replace(plan_of("smoke"), batch_size=16)
+PLAN = dataclasses.replace(PLANS["smoke"], batch_size=16)
 
 
 @pytest.fixture(scope="module")
