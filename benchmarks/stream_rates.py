@@ -14,15 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from attractor.config import check_number, check_size
-from attractor.results import write_result
 from studies.cells import Benchmark
 from studies.grid import Inquiry, ask
 from studies.plan import HOME, named_texts
 from studies.shifts import stream_order
-from studies.statistics import or_nan, transfer
+from studies.statistics import mean, or_nan, transfer
 from studies.streams import COPIES, GUARDED, LEARNERS
 
 METHODS = (GUARDED, *COPIES)
@@ -39,7 +36,7 @@ def measured(bench: Benchmark, method: str, rate: float, horizon: int | None, se
         "progressive": cell["progressive"],
         "claimed": cell["claimed"],
         "diverged": cell["diverged"],
-        "new_texts": float(np.mean([or_nan(cell["progressive"][visit]) for visit in first_visits])),
+        "new_texts": mean(or_nan(cell["progressive"][visit]) for visit in first_visits),
         "overlays": len({name for visit in cell["claimed"] for name in visit} - {"base", "nobody yet"}),
     }
 
@@ -87,24 +84,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = []
     for method, rate, horizon in grid:
         seeds = [found[method, rate, horizon, seed] for seed in range(bench.plan.seeds)]
-        mean = {key: float(np.mean([seed[key] for seed in seeds])) for key in ("final", "new_texts")}
-        rows.append({"method": method, "rate": rate, "rate_horizon": horizon, **mean, "seeds": seeds})
+        means = {key: mean(seed[key] for seed in seeds) for key in ("final", "new_texts")}
+        rows.append({"method": method, "rate": rate, "rate_horizon": horizon, **means, "seeds": seeds})
         opened = Counter(seed["overlays"] for seed in seeds)
         print(
-            f"{method:40s} {rate:8g} {horizon or '':>8} end {mean['final']:.4f} "
-            f"new texts {mean['new_texts']:.4f} overlays {dict(opened)}"
+            f"{method:40s} {rate:8g} {horizon or '':>8} end {means['final']:.4f} "
+            f"new texts {means['new_texts']:.4f} overlays {dict(opened)}"
         )
-    write_result(
-        given.result,
-        {
-            "experiment": "guarded streams at a rate that falls",
-            "size": bench.size,
-            "texts": bench.hashes,
-            "order": stream_order(bench),
-            "rows": rows,
-            **bench.origins(),
-        },
-    )
+    bench.write(given.result, "guarded streams at a rate that falls", order=stream_order(bench), rows=rows)
 
 
 if __name__ == "__main__":

@@ -42,17 +42,33 @@ class List:
 
 
 @dataclass(kw_only=True)
-class Table1:
+class Study:
+    """What every study takes."""
+
+    result: Path | None = None
+    """Where the JSON goes (default: into OUT)."""
+    device: str | None = None
+    """cpu, cuda, cuda:1, ... (default: the GPU if there is one)."""
+
+
+@dataclass(kw_only=True)
+class Cells(Study):
+    """What every study takes that computes cells, each a JSON file."""
+
+    out: Path | None = None
+    """Gets the models and the cells; what is done is not done again (default: runs/STUDY-SIZE)."""
+    jobs: int = 1
+    """Cells that run side by side, in processes of their own."""
+
+
+@dataclass(kw_only=True)
+class Table1(Study):
     """The paper's Table 1: dense against APN on char Shakespeare."""
 
     size: table1.Size = "smoke"
     """"smoke": two CPU cores, about two minutes. "paper": the paper's settings, one GPU."""
     out: Path = Path("runs/table1")
     """Gets both runs; what is trained is not trained again."""
-    result: Path | None = None
-    """Where the JSON goes (default: OUT/SIZE.json)."""
-    device: str | None = None
-    """cpu, cuda, cuda:1, ... (default: the GPU if there is one)."""
     models: tuple[Literal["dense", "apn"], ...] = ("dense", "apn")
     """The rows of the table."""
 
@@ -77,7 +93,7 @@ class Table1:
 
 
 @dataclass(kw_only=True)
-class Table2:
+class Table2(Study):
     """The paper's Table 2: adapt to a second domain and measure what is left of the first, with controls."""
 
     size: table2.Size = "smoke"
@@ -86,10 +102,6 @@ class Table2:
     """The second domain: a name of `attractor data list`, a file, a folder or a quoted glob."""
     out: Path = Path("runs/table2")
     """Gets both models and one JSON per row; what is finished is not done again."""
-    result: Path | None = None
-    """Where the JSON goes (default: OUT/SIZE.json)."""
-    device: str | None = None
-    """cpu, cuda, cuda:1, ... (default: the GPU if there is one)."""
     seed: int = 0
     """Of the batches of B; both models are trained with the seed of their preset."""
 
@@ -133,21 +145,13 @@ class CellBar:
 
 
 @dataclass(kw_only=True)
-class Grid:
-    """Options of a study whose every cell is a JSON file."""
+class Grid(Cells):
+    """What the studies of the benchmark take."""
 
     size: Size = "smoke"
     """"smoke": two CPU cores, minutes, no conclusions. "small": between. "full": one GPU."""
     domain: tuple[str, ...] = ()
     """NAME=FILE: one more domain to adapt to, or another text for one that is there."""
-    out: Path | None = None
-    """Gets the models and the cells; what is done is not done again (default: runs/STUDY-SIZE)."""
-    result: Path | None = None
-    """Where the JSON goes (default: OUT/result.json)."""
-    device: str | None = None
-    """cpu, cuda, cuda:1, ... (default: the GPU if there is one)."""
-    jobs: int = 1
-    """Cells that run side by side, in processes of their own."""
     minutes: float | None = None
     """Start no cell later than this; the same command goes on with the rest. 0: only sum up what is there,
     also where the device is not."""
@@ -190,7 +194,7 @@ class Forgetting(Grid):
 
 @dataclass(kw_only=True)
 class Repeated(Grid):
-    """Options of a study that is run with several seeds."""
+    """What those take that are run with several seeds."""
 
     seeds: int | None = None
     """How many (default: as many as the size has); what is done counts when there are more."""
@@ -230,7 +234,7 @@ class Match(Repeated):
 
 
 @dataclass(kw_only=True)
-class Retrofit:
+class Retrofit(Cells):
     """A pretrained model learns a domain: full fine-tune, LoRA, APN beside its FFNs, alone and guarded."""
 
     size: retrofit.Size = "smoke"
@@ -241,14 +245,6 @@ class Retrofit:
     """NAME=FILE: what to learn (default: the First Folio)."""
     retain: tuple[str, ...] = ()
     """NAME=FILE: what must not be forgotten (default: the King James Bible and Python)."""
-    out: Path | None = None
-    """Gets one JSON per cell; what is done is not done again (default: runs/retrofit-SIZE)."""
-    result: Path | None = None
-    """Where the JSON goes (default: OUT/result.json)."""
-    device: str | None = None
-    """cpu, cuda, cuda:1, ... (default: the GPU if there is one)."""
-    jobs: int = 1
-    """Cells that run side by side, in processes of their own."""
     seed: int = 0
     """Of the batches, and of what is new in a model."""
 

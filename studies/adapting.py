@@ -181,7 +181,7 @@ def situation(plan: Plan, settings: Settings, base: GPT, old: Mapping[str, Text]
         rows = rows[order].to(device)
         by_domain.append((rows[:, :-1], rows[:, 1:]))
     background = np.concatenate([text.train[: plan.val_bytes] for text in old.values()])
-    return Situation(base, by_domain, background, settings["rate"], plan.batch_size, settings["seed"])
+    return Situation(base, by_domain, background, settings["rate"], settings["seed"])
 
 
 def sizes(adapter: Adapter, base: GPT) -> dict[str, int]:

@@ -13,6 +13,7 @@ import torch
 
 from attractor.config import RunConfig, check_number, check_size
 from attractor.distributed import parse_device
+from attractor.results import write_result
 from attractor.version import __version__
 from studies import adapting, harm, streams
 from studies.grid import (
@@ -133,6 +134,12 @@ class Benchmark:
         again between some of them and others."""
         asked, self.asked = self.asked, set()
         return {"cells": origins(self.folder, asked), "pretrained_twice": made_again(self.folder, asked)}
+
+    def write(self, result: Path, study: str, **values: Any) -> dict[str, Any]:
+        """The result of a study: what it found, and what it was found with."""
+        told = {"experiment": study, "size": self.size, "texts": self.hashes, **values, **self.origins()}
+        write_result(result, told)
+        return told
 
     def members(self, source: str) -> list[str]:
         """The domains that a pretraining text is made of."""

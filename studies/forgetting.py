@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from attractor.results import write_result
 from studies.cells import Benchmark, Cells
 from studies.grid import Values
 from studies.plan import HOME, PAPER, TUNED_ON
@@ -47,29 +46,21 @@ def run(bench: Benchmark, result: Path, *, seed: int = 0) -> dict[str, Any]:
     (harm,) = bench.run(bench.harm(seed)).values()
     shifts = {shift: {method: best_of(tried[shift, method]) for method in COMPARED} for shift in targets}
     chosen = best_rate(tried[GUARDED])
-    stream_rate = chosen["rate"]
-    settles_on = targets[-1]
-    speed_rate = shifts[settles_on][SPEED_OF]["rate"]
-    (stream,) = bench.run(bench.stream(GUARDED, order, seed, stream_rate)).values()
-    (speed,) = bench.run(bench.speed(SPEED_OF, settles_on, seed, speed_rate)).values()  # with nobody beside
+    speed_rate = shifts[targets[-1]][SPEED_OF]["rate"]
+    (stream,) = bench.run(bench.stream(GUARDED, order, seed, chosen["rate"])).values()
+    (speed,) = bench.run(bench.speed(SPEED_OF, targets[-1], seed, speed_rate)).values()  # with nobody beside
     values: dict[str, Any] = {
-        "experiment": "forgetting",
-        "size": bench.size,
         "seed": seed,
         "device": bench.device,
         "pretrained": {name: part["val_ppl"] for name, part in pretrained.items()},
         "config": {name: part["config"] for name, part in pretrained.items()},
-        "texts": bench.hashes,
         "rates": bench.plan.rates,
         "shifts": shifts,
         "harm": harm,
         "stream": {**stream, **chosen, **transfer(stream["matrix"], stream["order"])},
         "speed": speed,
-        **bench.origins(),
     }
-    values["shows"] = shows(values)
-    write_result(result, values)
-    return values
+    return bench.write(result, "forgetting", **values, shows=shows(values))
 
 
 def best_of(cells: Mapping[float, Values]) -> dict[str, Any]:

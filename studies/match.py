@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from attractor import analysis, presets
 from attractor.config import APNConfig, FFNName, FFNStartName, GPTConfig, MoEConfig, RunConfig
 from attractor.layer import APN
-from attractor.results import write_result
 from studies.cells import Benchmark, Cells, slug
 from studies.grid import ask_each
 from studies.plan import HOME, PAPER, TARGETS
@@ -170,14 +169,4 @@ def run(bench: Benchmark, result: Path) -> dict[str, Any]:
             "seconds": [part["training_seconds"] for part in parts],
             "config": parts[0]["config"],
         }
-    values = {
-        "experiment": "match",
-        "size": bench.size,
-        "seeds": bench.plan.seeds,
-        "texts": bench.hashes,
-        "mixture": list(bench.mixture),
-        "datasets": found,
-        **bench.origins(),
-    }
-    write_result(result, values)
-    return values
+    return bench.write(result, "match", seeds=bench.plan.seeds, mixture=list(bench.mixture), datasets=found)

@@ -39,7 +39,6 @@ class Situation:
     by_domain: Sequence[Batch]  # (N, T) sequences of each domain of the old text
     background: np.ndarray  # tokens of the old text, for a learner that ranks patches
     rate: float
-    batch_size: int = 32
     seed: int = 0
 
     def cast(self) -> AbstractContextManager:

@@ -9,12 +9,10 @@ validation perplexity, how evenly patches are used, how much the two domains sha
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from attractor.results import write_result
 from studies.cells import Benchmark, Variant
 from studies.grid import Inquiry, Values
 from studies.plan import HOME, TUNED_ON
+from studies.statistics import mean
 
 METHOD = "APN, paper rule"
 
@@ -67,30 +65,22 @@ def run(bench: Benchmark, result: Path) -> dict[str, Any]:
         layers = [layer for cell in learned for layer in cell["routing"]["before"].values()]
         lost = [c["best"]["alone"][HOME]["loss"] - c["before"][HOME]["loss"] for c in learned]
         rows[variant.name] = {
-            "val_ppl": _mean([part["val_ppl"] for part in trained]),
+            "val_ppl": mean(part["val_ppl"] for part in trained),
             "val_ppl_seeds": [part["val_ppl"] for part in trained],
             "parameters": trained[0]["parameters"],
             "multiply_adds_per_token": trained[0]["multiply_adds_per_token"],
-            "usage_entropy": _mean([layer["entropy"][0] for layer in layers]),
-            "overlap": _mean([layer["overlap"] for layer in layers]),
-            "forgetting": _mean(lost),
-            "B": _mean([cell["best"]["alone"]["B"]["loss"] for cell in learned]),
+            "usage_entropy": mean(layer["entropy"][0] for layer in layers),
+            "overlap": mean(layer["overlap"] for layer in layers),
+            "forgetting": mean(lost),
+            "B": mean(cell["best"]["alone"]["B"]["loss"] for cell in learned),
         }
-    values = {
-        "experiment": "sensitivity",
-        "size": bench.size,
-        "seeds": len(seeds),
-        "rate": rate,
-        "method": METHOD,
-        "shift": [HOME, TUNED_ON],
-        "texts": bench.hashes,
-        "rows": rows,
-        "config": bench.plan.config("apn", 0).to_dict(),
-        **bench.origins(),
-    }
-    write_result(result, values)
-    return values
-
-
-def _mean(numbers: list[float]) -> float:
-    return float(np.mean(numbers))
+    return bench.write(
+        result,
+        "sensitivity",
+        seeds=len(seeds),
+        rate=rate,
+        method=METHOD,
+        shift=[HOME, TUNED_ON],
+        rows=rows,
+        config=bench.plan.config("apn", 0).to_dict(),
+    )

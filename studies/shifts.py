@@ -15,15 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from attractor.results import write_result
+from studies.adapting import BLOCK
 from studies.cells import Benchmark
 from studies.grid import Inquiry, Values, ask, ask_each
 from studies.methods import METHODS
 from studies.plan import HOME, KINDS, TUNED_ON
 from studies.rates import best_rate, climb
-from studies.statistics import gain_fraction, hypervolume, interval, transfer
+from studies.statistics import gain_fraction, hypervolume, interval, mean, transfer
 from studies.streams import LEARNERS
 
 BEST_FULL = "dense, full"
@@ -74,31 +72,21 @@ def run(bench: Benchmark, result: Path, *, methods: Sequence[str] = tuple(METHOD
         }
         for source in sources
     }
-    values = {
-        "experiment": "shifts",
-        "size": bench.size,
-        "seeds": plan.seeds,
-        "device": bench.device,
-        "texts": bench.hashes,
-        "mixture": list(bench.mixture),
-        "block": 1024,
-        "config": {kind: plan.config(kind, 0).to_dict() for kind in KINDS},
-        "recipe": {
-            "steps": plan.steps,
-            "batch_size": plan.batch_size,
-            "rates": plan.rates,
-            "tuned_on": TUNED_ON,
-        },
-        "pretrained": {
-            name: {
-                key: part[key] for key in ("val_ppl", "parameters", "multiply_adds_per_token", "best_step")
-            }
-            for name, part in pretrained.items()
-        },
-        "rates": rates,
-        "shifts": shifts,
-        **bench.origins(),
-        "streams": {
+    told = ("val_ppl", "parameters", "multiply_adds_per_token", "best_step")
+    recipe = {key: getattr(plan, key) for key in ("steps", "batch_size", "rates")}
+    return bench.write(
+        result,
+        "shifts",
+        seeds=plan.seeds,
+        device=bench.device,
+        mixture=list(bench.mixture),
+        block=BLOCK,
+        config={kind: plan.config(kind, 0).to_dict() for kind in KINDS},
+        recipe=recipe | {"tuned_on": TUNED_ON},
+        pretrained={name: {key: part[key] for key in told} for name, part in pretrained.items()},
+        rates=rates,
+        shifts=shifts,
+        streams={
             "order": order,
             "methods": {
                 method: {
@@ -111,9 +99,7 @@ def run(bench: Benchmark, result: Path, *, methods: Sequence[str] = tuple(METHOD
                 for method in LEARNERS
             },
         },
-    }
-    write_result(result, values)
-    return values
+    )
 
 
 def bases(bench: Benchmark, kind: str, sources: Sequence[str], seed: int) -> Inquiry[dict[str, Values]]:
@@ -165,15 +151,15 @@ def summary(cells: Sequence[Values], full: Sequence[Values], old: Sequence[str])
     told: dict[str, Any] = {
         "A_before": _ppl(_mean_loss(cell["before"], old) for cell in cells),
         "B_before": _ppl(cell["before"]["B"]["loss"] for cell in cells),
-        "full_gained": float(
-            np.mean([part["before"]["B"]["loss"] - part["best"]["alone"]["B"]["loss"] for part in full])
+        "full_gained": mean(
+            part["before"]["B"]["loss"] - part["best"]["alone"]["B"]["loss"] for part in full
         ),
         "best_steps": [cell["best"]["step"] for cell in cells],
         "trained": first["trained"],
         **{key: max(cell["best"][key] for cell in cells) for key in ("changed", "bytes")},
         "extra_bytes": first["extra_bytes"],
         "tokens": first["tokens"],
-        "seconds": float(np.mean([cell["seconds"] for cell in cells])),
+        "seconds": mean(cell["seconds"] for cell in cells),
         "base_unchanged": all(cell["base_unchanged"] for cell in cells),
         "bound": first["bound"],
         "trajectory": [
@@ -184,35 +170,21 @@ def summary(cells: Sequence[Values], full: Sequence[Values], old: Sequence[str])
     }
     for way in WAYS:
         after = [cell["best"][way] for cell in cells]
-        forgetting = [
-            _block_differences(now, cell["before"], old) for now, cell in zip(after, cells, strict=True)
-        ]
-        against = [
-            _block_differences(now, theirs["best"]["alone"], ["B"])
-            for now, theirs in zip(after, full, strict=True)
-        ]
-        lost = [
-            _mean_loss(now, old) - _mean_loss(cell["before"], old)
-            for now, cell in zip(after, cells, strict=True)
-        ]
-        over = float(
-            np.mean(
-                [
-                    now["B"]["loss"] - theirs["best"]["alone"]["B"]["loss"]
-                    for now, theirs in zip(after, full, strict=True)
-                ]
-            )
-        )
+        before, best = [cell["before"] for cell in cells], [part["best"]["alone"] for part in full]
+        lost = [_mean_loss(now, old) - _mean_loss(then, old) for now, then in zip(after, before, strict=True)]
+        over = mean(now["B"]["loss"] - theirs["B"]["loss"] for now, theirs in zip(after, best, strict=True))
         gains = [_gain(now["B"]["loss"], theirs) for now, theirs in zip(after, full, strict=True)]
         told[way] = {
             "A": _ppl(_mean_loss(now, old) for now in after),
             "B": _ppl(now["B"]["loss"] for now in after),
-            "forgetting": float(np.mean(lost)),
-            "forgetting_interval": list(interval(forgetting, float(np.mean(lost)))),
+            "forgetting": mean(lost),
+            "forgetting_interval": list(interval(_differences(after, before, old), mean(lost))),
             "B_over_full": math.exp(over),
-            "B_over_full_interval": [math.exp(bound) for bound in interval(against, over)],
-            "gain": float(np.mean(gains)),
-            "hypervolume": float(np.mean(list(map(hypervolume, gains, lost)))),
+            "B_over_full_interval": [
+                math.exp(bound) for bound in interval(_differences(after, best, ["B"]), over)
+            ],
+            "gain": mean(gains),
+            "hypervolume": mean(map(hypervolume, gains, lost)),
         }
     return told
 
@@ -231,14 +203,19 @@ def _mean_loss(part: dict[str, Any], names: Sequence[str]) -> float:
 
 def _ppl(losses: Iterable[float]) -> float:
     """Of the mean loss over seeds."""
-    return math.exp(float(np.mean(list(losses))))
+    return math.exp(mean(losses))
 
 
-def _block_differences(now: dict[str, Any], then: dict[str, Any], names: Sequence[str]) -> list[float]:
-    """Block by block, the mean over texts: a difference between texts is not an error."""
-    pairs = [(now[name]["blocks"], then[name]["blocks"]) for name in names]
-    table = [[a - b for a, b in zip(after, before, strict=True)] for after, before in pairs]
-    return [sum(column) / len(column) for column in zip(*table, strict=True)]
+def _differences(
+    now: Sequence[dict[str, Any]], then: Sequence[dict[str, Any]], names: Sequence[str]
+) -> list[list[float]]:
+    """For each seed, block by block, the mean over texts: a difference between texts is not an error."""
+    found = []
+    for after, before in zip(now, then, strict=True):
+        pairs = [zip(after[name]["blocks"], before[name]["blocks"], strict=True) for name in names]
+        table = [[a - b for a, b in blocks] for blocks in pairs]
+        found.append([sum(column) / len(column) for column in zip(*table, strict=True)])
+    return found
 
 
 def seeds_of(rows: Mapping[str, Mapping[str, Any]]) -> str:

@@ -1,7 +1,7 @@
 """Numbers about losses: intervals, gains, forgetting, transfer. Losses are in nats per token throughout."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -50,13 +50,17 @@ def gain_fraction(start: float, after: float, best_full: float) -> float:
     return (start - after) / (start - best_full) if best_full < start else math.nan
 
 
-def hypervolume(gain: float, lost: float, worst: float = 1.0) -> float:
-    """The area that a point dominates: gain from 0 up, forgetting from `worst` nats down to none.
+def hypervolume(gain: float, lost: float) -> float:
+    """The area that a point dominates: gain from 0 up, forgetting from one nat down to none.
 
-    A method that gains all that full fine-tuning gains, and forgets nothing, has area `worst`. A gain that is
+    A method that gains all that full fine-tuning gains, and forgets nothing, has an area of 1. A gain that is
     no number has no area: NaN.
     """
-    return math.nan if math.isnan(gain) else max(gain, 0.0) * max(worst - max(lost, 0.0), 0.0)
+    return math.nan if math.isnan(gain) else max(gain, 0.0) * max(1.0 - max(lost, 0.0), 0.0)
+
+
+def mean(values: Iterable[float]) -> float:
+    return float(np.mean(list(values)))
 
 
 def or_nan(value: float | None) -> float:
@@ -85,9 +89,9 @@ def transfer(matrix: Sequence[Mapping[str, float | None]], order: Sequence[str])
         for visit in range(len(losses))
     ]
     return {
-        "BWT": float(np.mean(backward)) if backward else 0.0,
-        "FWT": float(np.mean(forward)) if forward else 0.0,
+        "BWT": mean(backward) if backward else 0.0,
+        "FWT": mean(forward) if forward else 0.0,
         "worst_forgetting": float(np.max(rises)),
         "worst_on_the_way": float(np.max(on_the_way)),
-        "final": float(np.mean([losses[-1][name] for name in first])),
+        "final": mean(losses[-1][name] for name in first),
     }

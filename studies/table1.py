@@ -29,26 +29,6 @@ def run_config(model: str, size: Size) -> RunConfig:
     return dataclasses.replace(config, train=train)
 
 
-def run_one(
-    model: str,
-    size: Size,
-    dataset: Dataset,
-    folder: Path,
-    *,
-    device: str | None = None,
-    report: Report = print,
-) -> dict[str, Any]:
-    """One row of the table."""
-    return train_and_measure(
-        run_config(model, size),
-        dataset,
-        folder,
-        sampled_batches=200 if size == "paper" else 20,
-        device=device,
-        report=report,
-    )
-
-
 def run(
     size: Size,
     dataset: Dataset,
@@ -60,8 +40,17 @@ def run(
     report: Report = print,
 ) -> dict[str, Any]:
     """Both rows, then the result file. Finished rows are not trained again."""
+    batches = 200 if size == "paper" else 20
     rows = {
-        model: run_one(model, size, dataset, folder / model, device=device, report=report) for model in models
+        model: train_and_measure(
+            run_config(model, size),
+            dataset,
+            folder / model,
+            sampled_batches=batches,
+            device=device,
+            report=report,
+        )
+        for model in models
     }
     values = {"experiment": "table1", "size": size, "rows": rows, "paper": PAPER if size == "paper" else None}
     write_result(result, values)

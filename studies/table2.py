@@ -84,21 +84,26 @@ def work(size: Size) -> int:
 
 class Row(NamedTuple):
     model: str
-    make: Callable[[GPT, float, Callable[[], AbstractContextManager], str], tuple[Method, int]]
+    make: Callable[[GPT, float], tuple[Method, int]]
 
 
-def _fine_tune(choose: Callable[[GPT], Any]) -> Callable[..., tuple[Method, int]]:
-    def make(model: GPT, rate: float, cast: Any, precision: str) -> tuple[Method, int]:
+def cast_of(model: GPT) -> Callable[[], AbstractContextManager]:
+    return lambda: autocast(model.embedding.weight.device, "auto")
+
+
+def _fine_tune(choose: Callable[[GPT], Any]) -> Callable[[GPT, float], tuple[Method, int]]:
+    def make(model: GPT, rate: float) -> tuple[Method, int]:
+        options: dict[str, Any] = {"learning_rate": rate, "autocast": cast_of(model)}
         # the weight decay is torch's own, which the paper's code left as it was
-        method = FineTune(model, choose(model), learning_rate=rate, weight_decay=0.01, autocast=cast)
+        method = FineTune(model, choose(model), weight_decay=0.01, **options)
         return method, sum(parameter.numel() for parameter in method.trainable)
 
     return make
 
 
-def _local(model: GPT, rate: float, cast: Any, precision: str) -> tuple[Method, int]:
+def _local(model: GPT, rate: float) -> tuple[Method, int]:
     config = LearnConfig(update=UpdateConfig(train=("decoders", "gates"), learning_rate=rate), dropout=True)
-    learner = OnlineLearner(model, config=config, precision=precision)
+    learner = OnlineLearner(model, config=config)
     return learner, sum(p.numel() for number in learner.layers for _, p in learner.update.trained(number))
 
 
@@ -152,26 +157,20 @@ def adapt(
     data: Domains,
     protocol: Recipe,
     *,
-    precision: str = "auto",
-    seed: int = 0,
-    report: Report = lambda record: None,
+    seed: int,
+    report: Report,
 ) -> dict[str, Any]:
     """One row: the trajectory of a copy of the model."""
-    device = model.embedding.weight.device
-
-    def cast() -> AbstractContextManager:
-        return autocast(device, precision)
-
     before = {key: value.clone() for key, value in model.state_dict().items()}
     model = copy.deepcopy(model)
     torch.manual_seed(seed)
-    method, trainable = ROWS[name].make(model, protocol.learning_rate, cast, precision)
+    method, trainable = ROWS[name].make(model, protocol.learning_rate)
     trajectory: list[dict[str, Any]] = []
 
     def look(step: int) -> None:
         if step in protocol.evaluated:
             texts = {"A": data.A, "B_validation": data.validation, "B": data.test}
-            losses = {part: evaluate(model, text, autocast=cast) for part, text in texts.items()}
+            losses = {part: evaluate(model, text, autocast=cast_of(model)) for part, text in texts.items()}
             trajectory.append({"step": step} | {part: perplexity(loss) for part, loss in losses.items()})
         report({"step": step})
 

@@ -32,7 +32,7 @@ def situation(kind, **changes):
     base = GPT(plan.config(kind, 0).model).eval()
     rows = torch.randint(0, 256, (64, base.config.context + 1))
     background = rows.flatten()[:500].numpy()
-    return Situation(base, [(rows[:, :-1], rows[:, 1:])], background, 1e-2, 4, **changes)
+    return Situation(base, [(rows[:, :-1], rows[:, 1:])], background, 1e-2, **changes)
 
 
 @torch.no_grad()

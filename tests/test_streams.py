@@ -50,7 +50,7 @@ def test_copies_find_domains_and_cost_no_more_than_the_bound(home, name):
 
     def start():
         begun.append(name)
-        return Online(COPIES[name].make(Situation(base, (), domain(0, 10), 1e-2, 16)), PLAN, 1e-2)
+        return Online(COPIES[name].make(Situation(base, (), domain(0, 10), 1e-2)), PLAN, 1e-2)
 
     learner = GuardedCopies(base, PLAN, domain(0, 2000, seed=9), start, Meter(base, {}).cast)
     texts = {number: domain(number, 60 * 8 + 1, seed=5) for number in (0, 1, 2)}
@@ -87,7 +87,7 @@ def test_a_copy_that_fails_is_not_kept(home):
 
 @pytest.mark.parametrize("horizon", [None, 256])
 def test_with_a_horizon_every_step_is_smaller_than_the_last(home, horizon):
-    adapter = COPIES["dense, guarded, no labels"].make(Situation(home, (), domain(0, 10), 1e-2, 16))
+    adapter = COPIES["dense, guarded, no labels"].make(Situation(home, (), domain(0, 10), 1e-2))
     rates = []
     adapter.step = lambda inputs, targets, rate: rates.append(rate)
     online = Online(adapter, PLAN, 1e-2, horizon)

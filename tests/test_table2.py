@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import json
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -75,7 +74,7 @@ def test_every_row(small):
     ):
         model = copy.deepcopy(ours)
         before = {key: value.clone() for key, value in model.state_dict().items()}
-        method, _ = ROWS[name].make(model, 1e-2, nullcontext, "auto")
+        method, _ = ROWS[name].make(model, 1e-2)
         x = torch.randint(0, 5, (2, 8))
         method.step(x, x)
         changed = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}

@@ -8,7 +8,7 @@ from studies.plan import FOLIO, PAPER
 from studies.report.readings import Bench
 from studies.report.tables import MISSING, Cell, Column, Table, count, name, number, size, spread
 from studies.shifts import WAYS, seeds_of
-from studies.statistics import or_nan, transfer
+from studies.statistics import mean, or_nan, transfer
 
 Rows = Mapping[str, Mapping[str, Any]]
 Streams = Mapping[str, Any]
@@ -50,7 +50,7 @@ def shift_table(title: str, rows: Rows) -> Table:
         line += [count(row["trained"]), count(row["changed"]), size(row["bytes"]), size(row["extra_bytes"])]
         steps = row["best_steps"]
         line += [number(row["seconds"], ".1f"), number(row["rate"], "g")]
-        lines.append([*line, Cell(", ".join(f"{step:d}" for step in steps), _mean(steps))])
+        lines.append([*line, Cell(", ".join(f"{step:d}" for step in steps), mean(steps))])
     return Table(title, columns, lines)
 
 
@@ -83,11 +83,7 @@ def _has_gains(rows: Rows) -> bool:
 
 def _mean_known(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None and math.isfinite(value)]
-    return _mean(known) if len(known) == len(values) else None
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+    return mean(known) if len(known) == len(values) else None
 
 
 def overlap_table(title: str, routed: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -117,12 +113,12 @@ def stream_table(streams: Streams) -> Table:
         figures = [transfer(seed["matrix"], streams["order"]) for seed in seeds]
         for key in kinds:
             values = [figure[key] for figure in figures]
-            line.append(number(_mean(values), ".4f", spread(values)))
+            line.append(number(mean(values), ".4f", spread(values)))
         kept = [seed["overlays"].values() for seed in seeds if "overlays" in seed]
         line.append(
             size(max(sum(overlay["bytes"] for overlay in own) for own in kept)) if kept else Cell(MISSING)
         )
-        line += [number(_mean([seed["seconds"] for seed in seeds]), ".1f"), number(part["rate"], "g")]
+        line += [number(mean([seed["seconds"] for seed in seeds]), ".1f"), number(part["rate"], "g")]
         lines.append(line)
     return Table("The stream: mean over seeds, and the smallest and largest", columns, lines)
 
@@ -132,7 +128,7 @@ def progressive_table(streams: Streams) -> Table:
     lines = []
     for method, part in streams["methods"].items():
         losses = zip(*(map(or_nan, seed["progressive"]) for seed in part["seeds"]), strict=True)
-        lines.append([name(method), *(number(_mean(loss), ".4f") for loss in losses)])
+        lines.append([name(method), *(number(mean(loss), ".4f") for loss in losses)])
     return Table("Progressive loss: of every piece before it was learned, by visit", columns, lines)
 
 
@@ -150,7 +146,7 @@ def _matrices(streams: Streams) -> dict[str, list[dict[str, float]]]:
         ]
         found[method] = [
             {
-                domain: _mean([matrix[at][domain] - (matrix[0][domain] if at else 0.0) for matrix in several])
+                domain: mean([matrix[at][domain] - (matrix[0][domain] if at else 0.0) for matrix in several])
                 for domain in row
             }
             for at, row in enumerate(several[0])
