@@ -96,12 +96,11 @@ def tiny_plan():
     from studies.plan import PLANS  # not before the interpreter is chosen
 
     smoke = PLANS["smoke"]
-    train = dataclasses.replace(smoke.train, max_steps=40, eval_interval=20, checkpoint_interval=40)
+    train = dataclasses.replace(smoke.train, max_steps=20, eval_interval=20, checkpoint_interval=20)
+    plan = dataclasses.replace(smoke, train=train, test_bytes=1024, val_bytes=1024, mixture_steps=20)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(
-            PLANS, "smoke", dataclasses.replace(smoke, train=train, test_bytes=1024, val_bytes=1024)
-        )
-        yield PLANS["smoke"]
+        patch.setitem(PLANS, "smoke", plan)
+        yield plan
 
 
 @pytest.fixture(scope="module")

@@ -191,6 +191,7 @@ def test_shifts(whole, bench, small_bench, tmp_path, monkeypatch):
         few += ("dense LoRA on all, guarded, no labels",)
     else:
         monkeypatch.setattr(shifts, "KINDS", ("dense", "apn"))
+        monkeypatch.setattr(shifts, "STREAM", (HOME, "kjv", HOME))
     monkeypatch.setattr(shifts, "LEARNERS", {name: streams.LEARNERS[name] for name in few})
     values = shifts.run(bench, tmp_path / "shifts.json", methods=chosen)
     assert json.loads((tmp_path / "shifts.json").read_text())["shifts"] == values["shifts"]
@@ -373,7 +374,7 @@ def test_each_model_is_trained_the_way_that_suits_it(texts, tmp_path, monkeypatc
         assert all(row["way"] in lines[dataset, name] for name, row in rows.items())
 
 
-def test_a_model_that_diverges_has_lost_and_the_others_go_on(texts, tmp_path, monkeypatch):
+def test_a_model_that_diverges_has_lost_and_the_others_go_on(texts, tiny_plan, tmp_path, monkeypatch):
     monkeypatch.setattr(match, "RATES", (1e-3, 1e25))
     configs = match.models
 

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import random
-import subprocess
 import sys
 
 import pytest
@@ -48,15 +47,6 @@ def test_facts_have_their_own_options(monkeypatch):
     monkeypatch.setattr(facts, "main", lambda: told.append(sys.argv[1:]))
     assert run("facts", "--seed", 3) == 0
     assert told == [["--seed", "3"]]
-
-
-def test_the_package_does_without_the_studies():
-    """A wheel has no studies: its command starts where they cannot be imported."""
-    code = (
-        "import sys; sys.modules['studies'] = None\n"
-        "from attractor import cli, demo; sys.exit(cli.main(['--version']))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_table1(tmp_path, capsys, monkeypatch):
