@@ -20,6 +20,7 @@ from attractor.continual.update import NotFiniteUpdate
 from attractor.data import Batches
 from attractor.evaluate import evaluate
 from attractor.model import GPT
+from studies import shifts
 from studies.adapting import Meter
 from studies.methods import Situation
 from studies.plan import HOME, PLANS
@@ -140,7 +141,10 @@ def test_the_script_about_rates_refuses(tmp_path, wrong, told):
     assert not (tmp_path / "result.json").exists()
 
 
-def test_the_script_about_rates_compares_them_and_tells_who_diverged(texts, tmp_path, capsys):
+def test_the_script_about_rates_compares_them_and_tells_who_diverged(
+    texts, tiny_plan, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(shifts, "STREAM", (HOME, "kjv", "python"))
     domains = [f"{name}={file}" for name, file in texts.items()]
     main = runpy.run_path(str(SCRIPT))["main"]
     asked = ["--rates", "0.01", "1e30", "--horizons", "256", "256", "--methods", "dense, guarded, no labels"]
