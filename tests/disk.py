@@ -7,6 +7,7 @@ any part. An fsync that fails counts the pages as written all the same, as Linux
 
 import copy
 import errno
+import hashlib
 import itertools
 import math
 import os
@@ -81,6 +82,19 @@ class Disk(Files):
 
     def data(self) -> dict[str, bytes]:
         return {path.name: bytes(file.cache) for path, file in self.cache.items()}
+
+    def state(self) -> bytes:
+        """A digest of all that a new process could find here, and lose: equal ones have the same future."""
+        known = [*self.cache.values(), *self.stored.values()]
+        known += [file for changed in self.pending for file in changed.values() if file is not None]
+        files = list({id(file): file for file in known}.values())
+        numbers = {id(file): number for number, file in enumerate(files)} | {id(None): None}
+        named = [
+            [(str(path), numbers[id(file)]) for path, file in names.items()]
+            for names in (self.cache, self.stored, *self.pending)
+        ]
+        held = [(bytes(file.cache), bytes(file.stored), file.pending) for file in files]
+        return hashlib.sha256(repr((named, held)).encode()).digest()
 
     # --- what can happen
 

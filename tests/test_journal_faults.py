@@ -78,8 +78,17 @@ def held(journal):
     return found
 
 
+CHECKED = set()
+
+
 def check(disk, told):
-    """Nothing durable is lost, nothing is there that was not handed over, and it goes on."""
+    """Nothing durable is lost, nothing is there that was not handed over, and it goes on.
+
+    Failures at different calls leave many a disk to the last byte as another did: one of them is enough.
+    """
+    case = (disk.state(), told.durable, told.tried, told.dropped)
+    if case in CHECKED:
+        return
     with opened(disk) as journal:
         found = held(journal)
         assert told.durable <= journal.last <= told.tried
@@ -91,6 +100,7 @@ def check(disk, told):
     assert (report.last, report.torn, report.damage) == (next_one, None, None)
     for left in disk.power_losses():
         assert verify(FOLDER, files=left).last == next_one
+    CHECKED.add(case)
 
 
 def check_losses(disk, told, pieces=2):

@@ -51,8 +51,17 @@ class Life:
         self.store.close()
 
 
+CHECKED = set()
+
+
 def check(disk, life):
-    """It opens; every acknowledged commit is there, once; at most the one that was tried is there too."""
+    """It opens; every acknowledged commit is there, once; at most the one that was tried is there too.
+
+    A disk that is to the last byte as another was, after as many of the same commits, is not asked again.
+    """
+    case = (disk.state(), life.oracle.last, life.tried)
+    if case in CHECKED:
+        return
     with opened(disk, keep_snapshots=2) as store:
         oracle = Oracle()
         oracle.versions = list(life.oracle.versions)
@@ -66,6 +75,7 @@ def check(disk, life):
         commit(store, oracle, ("lesson", 4, 1))
         assert store.snapshot() == store.last
         oracle.compare(store.state_at())
+    CHECKED.add(case)
 
 
 def calls_of_a_life():
