@@ -90,16 +90,27 @@ def test_a_failure_keeps_what_was_learned(tmp_path, monkeypatch):
     assert loaded.totals.scored == 99
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Two texts, and a model that was trained on the first."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "a.txt").write_text("to be or not to be, that is the question\n" * 30)
+    (folder / "b.txt").write_text("that is the question: to be or not to be?\n" * 30)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert run(
+            "train", "tiny_apn", "--data.source", "a.txt", "--model.context", 8, "--model.dim", 16,
+            "--model.num-layers", 2, "--train.max-steps", 10, "--train.batch-size", 4,
+            "--train.eval-interval", 5, "--device", "cpu", "--out", "run",
+        ) == 0  # fmt: skip
+    return folder
+
+
 @pytest.fixture
-def run_folder(tmp_path, monkeypatch):
+def run_folder(trained, tmp_path, monkeypatch):
+    """A copy of its own for every test."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "a.txt").write_text("to be or not to be, that is the question\n" * 30)
-    (tmp_path / "b.txt").write_text("that is the question: to be or not to be?\n" * 30)
-    assert run(
-        "train", "tiny_apn", "--data.source", "a.txt", "--model.context", 8, "--model.dim", 16,
-        "--model.num-layers", 2, "--train.max-steps", 10, "--train.batch-size", 4, "--train.eval-interval", 5,
-        "--device", "cpu", "--out", "run",
-    ) == 0  # fmt: skip
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     return tmp_path
 
 
