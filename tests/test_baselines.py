@@ -377,7 +377,7 @@ def knows_a():
 def then_b(name):
     """Who knows A learns B, which has half of A's alphabet in another order: losses, and parameters."""
     learner = AFTER_A[name](copy.deepcopy(knows_a()), learning_rate=1e-3)
-    for tokens in itertools.islice(Batches(TEXT["B"], 16, CONTEXT, 0), 150):
+    for tokens in itertools.islice(Batches(TEXT["B"], 16, CONTEXT, 0), 120):
         learner.step(*tokens)
     size = sum(parameter.numel() for parameter in learner.trainable)
     return losses_of(learner.finish()), size

@@ -87,8 +87,9 @@ def test_fisher_of_drawn_labels():
     expected = variances[[0, 2, 3]].sum(0)
     torch.testing.assert_close(fisher, expected, rtol=0.15, atol=0)
     assert float(fisher.sum()) == pytest.approx(float(expected.sum()), rel=0.05)
-    again = EWC(model, [copies], 1.0, train=[model.norm.bias], seed=3).fisher[0]
-    assert torch.equal(fisher, again)
+    few = [part[:50] for part in copies]
+    one, again = (EWC(model, [few], 1.0, train=[model.norm.bias], seed=3).fisher[0] for _ in range(2))
+    assert torch.equal(one, again)
 
 
 def test_fisher_without_dropout():
@@ -187,9 +188,9 @@ def test_the_dual_by_descent(seed, margin):
     old = chance.normal(size=(6, 40)) * chance.lognormal(size=(6, 1))
     gradient = -old.sum(0) + chance.normal(size=40)
     gram, inner = old @ old.T, old @ gradient
-    v = np.full(6, margin)
+    v, steepest = np.full(6, margin), np.linalg.norm(gram, 2)
     for _ in range(20000):
-        v = np.maximum(margin, v - (gram @ v + inner) / np.linalg.norm(gram, 2))
+        v = np.maximum(margin, v - (gram @ v + inner) / steepest)
     ours = solve_dual(torch.tensor(gram), torch.tensor(inner), margin)
     np.testing.assert_allclose(ours.numpy(), v, rtol=1e-6, atol=1e-8)
 
