@@ -78,8 +78,11 @@ def same(a, b, key):
         assert a == b, key
 
 
-@pytest.mark.parametrize("rule", ["sgd", "adamw"])
-@pytest.mark.parametrize("gates", [{}, {"max_entropy": 2.3, "min_confidence": 1.0}], ids=["open", "gated"])
+@pytest.mark.parametrize(
+    ("rule", "gates"),  # gates choose tokens before any rule sees them
+    [("sgd", {}), ("adamw", {"max_entropy": 2.3, "min_confidence": 1.0})],
+    ids=["sgd, open", "adamw, gated"],
+)
 def test_untouched_patches_keep_their_bytes(rule, gates):
     """A hundred updates. Who selected what is found by the model itself, one token at a time."""
     learner = learner_of(

@@ -123,7 +123,11 @@ def test_paths_that_only_look_alike():
     torch.testing.assert_close(guard._predictions(tokens), alone)
 
 
-@pytest.mark.parametrize("trial", range(40))
+TRIALS = (0, 1, 3, 6, 7, 8, 11, 13, 14, 16, 18, 19, 21, 25, 30, 32, 35, 38)
+"""Of forty, those that hold every pair of sharpness, attention, batch, window and pause that the forty do."""
+
+
+@pytest.mark.parametrize("trial", TRIALS)
 def test_several_texts_rest_and_wake_together(trial):
     """Texts that change their author in between, read in pieces: within the pause and within the bound.
 
