@@ -123,7 +123,9 @@ def test_tokens_are_independent_and_may_be_strided():
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        *((name, "aot_eager") for name in VARIANTS),
+        *((name, "eager") for name in VARIANTS if name not in ("core", "contextual groups", "everything")),
+        ("contextual groups", "aot_eager"),
+        ("everything", "aot_eager"),  # all of those before at once, with their backward traced
         ("core", "inductor"),
         pytest.param("everything", "inductor", marks=pytest.mark.slow),  # a minute of C++
     ],
@@ -251,9 +253,11 @@ BAD = (torch.nan, torch.inf, -torch.inf, 1e30)
     ("backend", "name", "bad"),
     [
         *((backend, name, (bad,)) for backend in EXACT_BACKENDS for name in VARIANTS for bad in BAD),
-        # the interpreter takes its time: each alone, and all of them next to each other in every variant
-        *(pytest.param("triton", "core", (bad,), marks=needs_triton) for bad in BAD),
-        *(pytest.param("triton", name, BAD, marks=needs_triton) for name in VARIANTS),
+        # the interpreter takes its time: all of them next to each other, once in every kernel's every way
+        *(
+            pytest.param("triton", name, BAD, marks=needs_triton)
+            for name in ("core", "dot", "scalar gate", "shared decoder", "everything")
+        ),
     ],
 )
 def test_rows_that_are_not_finite(backend, name, bad):
