@@ -102,7 +102,7 @@ RECORDS = st.tuples(
 )  # fmt: skip
 
 
-@settings(max_examples=150)
+@settings(max_examples=80)
 @given(st.lists(RECORDS, max_size=4))
 def test_records_come_back(records):
     disk = Disk()

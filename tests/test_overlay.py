@@ -160,7 +160,7 @@ def test_the_guard_protects_and_lets_learn():
     with torch.no_grad():
         learner.base.embedding.weight.mul_(20)
     learner = GuardedLearner(learner.base, TOKENIZER, learner.config)
-    a, b = stream(400), TOKENIZER.encode("abcdefghij" * 300)
+    a, b = stream(400), TOKENIZER.encode("abcdefghij" * 120)
     before = evaluate(learner.base, a)
     learner.observe(b, source="b")
     path = learner.sources["b"].branch.model
@@ -315,7 +315,7 @@ def test_a_falling_rate_goes_on_where_it_was(tmp_path, monkeypatch):
 def test_growth_ends_however_often_it_is_loaded(tmp_path):
     learner = guarded("grown")
     for _ in range(3):
-        learner.observe(stream(700), source="web")
+        learner.observe(stream(500), source="web")  # the first time grows as far as it may
         learner.save(tmp_path / "saved")
         learner = GuardedLearner.load(tmp_path / "saved")
     sizes = {layer.num_patches for layer in learner.sources["web"].branch.model.apn_layers().values()}
