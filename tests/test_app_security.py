@@ -396,7 +396,9 @@ def test_fuzzed_requests_never_break_it_and_refused_ones_change_nothing(case):
 @pytest.fixture(scope="module")
 def locked(keys):
     service = FakeService()
-    return service, TestClient(create_app(service, ServeSettings(keys=keys[0])), base_url="http://127.0.0.1")
+    app = create_app(service, ServeSettings(keys=keys[0]))
+    with TestClient(app, base_url="http://127.0.0.1") as client:  # one event loop for all requests
+        yield service, client
 
 
 @SCHEMA.parametrize()

@@ -8,7 +8,7 @@ import soak
 
 
 def test_kills_lose_nothing() -> None:
-    command = [sys.executable, soak.__file__, "kills", "--kills", "3", "--points", "1"]
+    command = [sys.executable, soak.__file__, "kills", "--kills", "2", "--points", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[0])
