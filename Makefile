@@ -5,6 +5,8 @@ READY := .venv/.ready
 READY_TO_TEST := .venv/.ready-to-test
 # Waiting OpenMP threads sleep instead of spinning: on a busy machine that is the difference between slow and stuck.
 export OMP_WAIT_POLICY ?= PASSIVE
+# Compiled modules are kept: every worker of the tests starts by reading them.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint types pytest soak clean

@@ -317,13 +317,12 @@ def _commands() -> Any:
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     logging.basicConfig(format="%(message)s", level=logging.INFO)
-    if arguments[:1] == ["facts"]:
-        from studies import facts
-
-        sys.argv = ["python -m studies facts", *arguments[1:]]
-        facts.main()
-        return 0
     try:
+        if arguments[:1] == ["facts"]:
+            from studies import facts
+
+            facts.main(arguments[1:])
+            return 0
         command = tyro.cli(_commands(), args=arguments, prog="python -m studies", description=__doc__)
         return command.run() or 0
     except (*MISTAKES, CellsFailed) as error:

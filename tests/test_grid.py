@@ -236,16 +236,19 @@ def linger(settings, folder):
 def test_nobody_goes_on_when_the_parent_is_killed(tmp_path):
     """SIGTERM to the one who asked: its processes end too, whatever they are doing."""
     code = (
-        "import sys; sys.path.insert(0, sys.argv[2])\n"
+        "import sys; sys.path[:0] = sys.argv[2:]\n"
         "from pathlib import Path; import test_grid\n"
         "if __name__ == '__main__':\n"
         "    test_grid.run_cells(test_grid.cells_of(1, 2), test_grid.linger, Path(sys.argv[1]), jobs=2)\n"
     )
     script = tmp_path / "script.py"
     script.write_text(code)
-    parent = subprocess.Popen([sys.executable, str(script), str(tmp_path), str(Path(__file__).parent)])
+    tests = Path(__file__).parent
+    parent = subprocess.Popen([sys.executable, str(script), str(tmp_path), str(tests), str(tests.parent)])
     files = [tmp_path / "pid-1", tmp_path / "pid-2"]
-    _until(lambda: all(file.exists() and file.read_text() for file in files))
+    begun = lambda: all(file.exists() and file.read_text() for file in files)  # noqa: E731
+    _until(lambda: begun() or parent.poll() is not None)
+    assert parent.poll() is None, "the one who asks ended before its processes began"
     parent.terminate()
     parent.wait(300)
     for file in files:
