@@ -1,8 +1,8 @@
 """The study of facts: a pretrained model learns invented things, chunk by chunk, and is asked after all.
 
-    python -m studies.facts run --texts FOLDER --method basins --seed 0 --result cells/basins-0.json
-    python -m studies.facts rates cells/rate-*.json
-    python -m studies.facts sum cells/*.json --result results/facts.json
+    python -m studies facts run --texts FOLDER --method basins --seed 0 --result cells/basins-0.json
+    python -m studies facts rates cells/rate-*.json
+    python -m studies facts sum cells/*.json --result results/facts.json
 
 FOLDER holds four background texts (wikitext2_test.txt, austen.txt, python_stdlib.txt, german_law.txt). The
 part that calibration, replay and KL may use is not the part that is measured. After the chunks come revisions
@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attractor.continual.guard import Guard
-from attractor.results import write_result
 from attractor.hf.pretrained import load_pretrained
 from attractor.hf.teachable import cut
+from attractor.results import write_result
 from studies.facts_methods import KEEPS, RATES, Basins, method
 from studies.facts_world import FORMS, Item, World
 
@@ -103,6 +103,8 @@ class Study:
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.given, self.device = given, given.device
+        if absent := [name for name in BACKGROUNDS if not (given.texts / f"{name}.txt").is_file()]:
+            raise ValueError(f"--texts {given.texts} has no {absent[0]}.txt; it must hold {BACKGROUNDS}")
         torch.manual_seed(given.seed)
         self.model, tokenizer = load_pretrained(given.model, device=given.device)
         self.encode = tokenizer.encode
@@ -279,9 +281,10 @@ def run(given: argparse.Namespace) -> None:
             "lesson": learner.lessons.config.to_dict(),
         }
     if given.guard:
-        paths = {"base": study.untaught(learner), "new": learner}
         vocabulary = study.model.config.vocab_size
-        guard = Guard({name: GuardPath(call, vocabulary) for name, call in paths.items()}).to(given.device)
+        calls = {"base": study.untaught(learner), "new": learner}
+        paths: Any = {name: GuardPath(call, vocabulary) for name, call in calls.items()}
+        guard = Guard(paths).to(given.device)
         result["behind the guard"] = study.measure(guard, chunks, before)
     write_result(given.result, result)
     learn("capitals", study.world.moves())
@@ -323,9 +326,60 @@ def rates(given: argparse.Namespace) -> None:
         print(settings["method"], settings["keep"], settings["rate"])
 
 
+FIGURES = {
+    "first chunk": ("after", "first chunk"),
+    "last chunk": ("after", "last chunk"),
+    "taught form": ("after", "taught 0"),
+    "first sentence never taught": ("after", "sentence 0"),
+    "second sentence never taught": ("after", "sentence 1"),
+    "first question never taught": ("after", "question 0"),
+    "second question never taught": ("after", "question 1"),
+    "revised": ("after", "revised", "taught 0"),
+    "worst background text": ("after", "rise"),
+    "nats per token after a fact": ("after", "tail"),
+    "taught form, behind the guard": ("behind the guard", "taught 0"),
+    "worst background text, behind the guard": ("behind the guard", "rise"),
+    "moved capitals, question": ("capitals", "moved, question 0"),
+    "other capitals, question": ("capitals", "kept, question 0"),
+    "worst background text with capitals": ("capitals", "rise"),
+    "bytes per fact": ("bytes per fact",),
+}
+"""What is summed up: where each figure stands in a cell; of several texts the worst counts."""
+
+
+def figure(cell: dict[str, Any], path: Sequence[str]) -> float | None:
+    found: Any = cell
+    for name in path:
+        if name not in found:
+            return None
+        found = found[name]
+    return max(found.values()) if isinstance(found, dict) else found
+
+
+def sum_up(given: argparse.Namespace) -> None:
+    """Mean, least and most over seeds of each method's figures, and the cells themselves."""
+    rows: dict[str, dict[str, Any]] = {}
+    cells = []
+    for name, found in read_cells(given.cells).items():
+        rows[name] = {"seeds": [cell["settings"]["seed"] for cell in found]}
+        for title, path in FIGURES.items():
+            own = [value for cell in found if (value := figure(cell, path)) is not None]
+            if own:
+                rows[name][title] = {"mean": sum(own) / len(own), "least": min(own), "most": max(own)}
+        for cell in found:
+            nats = cell["original"]["background"]
+            cell["original"]["background"] = {text: sum(own) / len(own) for text, own in nats.items()}
+            cells.append(cell)
+        print(f"{name} ({len(found)} seeds)")
+        for title, row in rows[name].items():
+            if title != "seeds":
+                print(f"  {title:42s} {row['mean']:.4f}  ({row['least']:.4f} to {row['most']:.4f})")
+    write_result(given.result, {"experiment": "facts", "methods": rows, "cells": cells})
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m studies.facts",
+        prog="python -m studies facts",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -349,13 +403,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     one.add_argument("--result", type=Path, required=True)
     best = verbs.add_parser("rates", help="choose each method's rate")
     best.add_argument("cells", type=Path, nargs="+")
+    total = verbs.add_parser("sum", help="sum up the cells of several seeds and methods")
+    total.add_argument("cells", type=Path, nargs="+")
+    total.add_argument("--result", type=Path, required=True)
     given = parser.parse_args(arguments)
-    if given.verb == "rates":
-        return rates(given)
+    if given.verb != "run":
+        return (rates if given.verb == "rates" else sum_up)(given)
     if given.rate is None:
         given.rate = RATES[given.method][1] if given.method in RATES else 0.0
     run(given)
-
-
-if __name__ == "__main__":
-    main()

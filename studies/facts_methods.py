@@ -161,8 +161,9 @@ class Memory(FineTune):
         net = retrofit(model, MEMORY, layers=list(numbers), dtype=torch.float32, name="memory")
         net.requires_grad_(False)
         batches = sample_batches(model, free)
-        self.layers = list(net.apn_layers().values())
-        self.usual, self.counts = [], []
+        self.layers: list[Any] = list(net.apn_layers().values())
+        self.usual: list[Tensor] = []
+        self.counts: list[Tensor] = []
         with net.using(None):
             inputs = [
                 x
