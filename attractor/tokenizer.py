@@ -11,7 +11,7 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -244,6 +244,10 @@ class PretrainedTokenizer(LibraryTokenizer):
     """Whatever tokenizer a pretrained model came with, without its special tokens."""
 
     kind = "pretrained"
+    chat: Callable[[list[dict[str, str]]], str] | None = None
+    """Turns messages into the text that the model was trained to answer, if it was trained to chat."""
+    ends: tuple[int, ...] = ()
+    """Tokens that end what the model writes."""
 
     @property
     def vocab_size(self) -> int:

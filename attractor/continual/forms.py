@@ -21,13 +21,14 @@ MENTIONS = (
 """Sentences that name a subject and ask nothing: there the model is to go on as before."""
 
 
-def framed(prompt: str, turn: int, place: int) -> str:
+def framed(prompt: str, turn: int, place: int, frames: Sequence[str] = FRAMES) -> str:
     """What stands before the answer of form number `place` in turn number `turn`: the prompt in the first.
 
     The space that some prompts end with stays at the end. A sentence without a prompt has nothing to be asked
     for, so its frames end with it.
     """
-    frames = FRAMES if prompt else [frame for frame in FRAMES if frame.endswith("{}")]
+    if not prompt:
+        frames = [frame for frame in frames if frame.endswith("{}") and frame.count("{}") == 1]
     said = prompt.rstrip()
     return frames[turn * (1 + place) % len(frames)].replace("{}", said) + prompt[len(said) :]
 

@@ -27,6 +27,7 @@ from attractor import ops
 from attractor.config import JSONConfig, check_number, check_size
 from attractor.continual.calibrate import CLOSED, Calibration
 from attractor.continual.forms import (
+    FRAMES,
     MENTIONS,
     Form,
     check_forms,
@@ -137,6 +138,7 @@ class Text:
     tokens: list[int]
     answer: range  # tokens that must be predicted; those after it are the base's own
     keys: list[int]  # where the subject ends
+    repeated: int = 0  # so many tokens before the answer say the prompt again, and count as those after it
 
 
 class _Batch(NamedTuple):
@@ -156,7 +158,8 @@ class Lessons:
 
     `model` maps tokens (B, T) to logits, and reads `layer`, an APN of rank 1 with basins in a whitened space,
     in every call; nothing else of it learns. `unit` is the typical length of what is added to the residual
-    stream where the layer stands. `halves` computes what lies below the layer once and not in every pass.
+    stream where the layer stands. `halves` computes what lies below the layer once and not in every pass;
+    `frames` are what may stand around a prompt, "{}", while it is learned.
     """
 
     def __init__(
@@ -169,6 +172,7 @@ class Lessons:
         *,
         unit: float = 1.0,
         halves: Halves | None = None,
+        frames: Sequence[str] = FRAMES,
         autocast: Callable[[], Any] = nullcontext,
     ) -> None:
         if layer.config.rank != 1 or layer.config.top_k != 1 or layer.config.decoder != "independent":
@@ -179,6 +183,9 @@ class Lessons:
         check_number("unit", unit, "a positive number", lambda value: value > 0)
         self.unit = unit
         self.halves = Whole(model) if halves is None else halves
+        self.frames = tuple(frames)
+        if not self.frames or self.frames[0] != "{}":
+            raise ValueError('the first frame must be "{}": what is taught is tested as it was said')
         self.lessons: dict[int, Lesson] = {}
         self.owners: list[int] = []  # the lesson that owns each patch; -1: a closed one
         self._next = 0
@@ -366,7 +373,7 @@ class Lessons:
     def _rows(self, lesson: int, forms: Sequence[tuple[str, str]], subject: str, turn: int) -> Iterator[Text]:
         """Every form in its frame."""
         for place, (prompt, answer) in enumerate(forms):
-            asked = framed(prompt, turn, place)
+            asked = framed(prompt, turn, place, self.frames)
             text = asked + answer
             tokens = [int(token) for token in self.encode(text)]
             first = len(self.encode(asked)) if prompt else 1
@@ -380,7 +387,13 @@ class Lessons:
                 start = text.find(subject, end)
             if not prompt and keys:
                 first = keys[0] + 1  # what stands before the subject cannot be learned at the subject
-            yield Text(lesson, tokens, range(max(1, first), len(tokens)), keys)
+            again = asked.rfind(prompt.strip())
+            repeated = (
+                first - len(self.encode(asked[:again]))
+                if prompt and asked.find(prompt.strip()) < again
+                else 0
+            )
+            yield Text(lesson, tokens, range(max(1, first), len(tokens)), keys, repeated)
 
     def _mentions(self, subjects: Sequence[str]) -> list[Text]:
         """For each turn, a sentence that names each subject, and what the base would write after it."""
@@ -444,7 +457,7 @@ class Lessons:
             graded = [
                 (number, place - 1, row.tokens[place], place in row.answer, row.lesson)
                 for number, row in enumerate(part)
-                for place in range(row.answer.start, len(row.tokens))
+                for place in range(row.answer.start - row.repeated, len(row.tokens))
             ]
             columns = (torch.tensor(column, device=tokens.device) for column in zip(*graded, strict=True))
             yield _Batch(part, state, *columns)

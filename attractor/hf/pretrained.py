@@ -7,6 +7,7 @@ cached: no hub is needed. The archive holds 4-bit numbers, so this is the model 
 """
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,19 @@ def load_pretrained(
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(f"the tokenizer of {str(source)!r} is not one of the tokenizers library")
-    return model.to(device).eval(), PretrainedTokenizer(backend.to_str())
+    ours = PretrainedTokenizer(backend.to_str())
+    ours.ends = end_tokens(model, tokenizer)
+    if getattr(tokenizer, "chat_template", None):
+        ours.chat = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
+    return model.to(device).eval(), ours
+
+
+def end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end a text or a turn, by the model's settings and its tokenizer's."""
+    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    found = ends if isinstance(ends, list) else [ends]
+    found = [*found, getattr(tokenizer, "eos_token_id", None)]
+    return tuple(dict.fromkeys(token for token in found if token is not None))
 
 
 def smollm2_file(cache_dir: Path | None = None) -> Path:

@@ -11,7 +11,7 @@ import argparse
 import inspect
 import json
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +96,13 @@ def teachable(
     return net, Lessons(CausalLM(net, NAME), apn, encode, calibration, config, unit=unit, **options)
 
 
-def save_lessons(net: Retrofit, lessons: Lessons, folder: str | Path) -> None:
+def save_lessons(
+    net: Retrofit, lessons: Lessons, folder: str | Path, *, more: Mapping[str, str] | None = None
+) -> None:
     """Write lessons, their layer and its calibration; the folder appears whole or not at all.
 
-    It may replace a folder of this kind and nothing else. `load_lessons` reads it.
+    It may replace a folder of this kind and nothing else. `load_lessons` reads it. `more` are files of the
+    caller's own, by name, that lie beside them.
     """
     folder = Path(folder)
     if folder.exists() and not (folder / DESCRIPTION).is_file():
@@ -114,6 +117,8 @@ def save_lessons(net: Retrofit, lessons: Lessons, folder: str | Path) -> None:
         except SafetensorError as error:
             raise OSError(f"cannot write {folder}: {error}") from error
         (partial / DESCRIPTION).write_text(json.dumps(described, indent=1))
+        for name, text in (more or {}).items():
+            (partial / name).write_text(text)
 
     write_folder(folder.absolute(), fill)
 
