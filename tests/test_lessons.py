@@ -319,6 +319,68 @@ def test_a_pretrained_model_is_taught_saved_and_read_again(tmp_path):
         assert torch.equal(net.unload()(tokens).logits, before)
 
 
+def test_a_form_that_is_longer_than_the_context_is_told_and_nothing_changes():
+    _, lessons = teachable(llama(), encode, background(), act_at=3, config=CONFIG)
+    state = {name: value.clone() for name, value in lessons.layer.state_dict().items()}
+    with pytest.raises(ValueError, match=r"context of 128: teach it in pieces"):
+        lessons.learn([*forms("QZX", "5"), ("we say QZX is " + "so " * 60, "5")])
+    assert not lessons.lessons
+    for name, value in lessons.layer.state_dict().items():
+        assert torch.equal(value, state[name]), name
+
+
+class TestWhatIsReadBesideAnswers:
+    """On a model of random weights: what counts is which tokens are read and graded, and with what weight."""
+
+    @pytest.fixture(scope="class", name="own")
+    @classmethod
+    def taught_class(cls):
+        config = LessonConfig(passes=2, contexts=3, after=3, mention=5, prototypes=2)
+        net, lessons = teachable(llama(), encode, background(), act_at=3, config=config)
+        return net, lessons, lessons.texts([forms("QZX", "5"), forms("WJK", "8")], ["QZX", "WJK"])
+
+    def test_after_an_answer_stands_what_the_base_would_write(self, own):
+        net, _, turns = own
+        for row in turns[0][:6]:
+            end = row.answer.stop
+            assert len(row.tokens) == end + 3
+            with torch.no_grad(), net.using(None):
+                for place in range(end, end + 3):
+                    logits = net(torch.tensor([row.tokens[:place]])).logits
+                    assert logits[0, -1].argmax() == row.tokens[place]
+
+    def test_every_turn_has_every_form_and_a_mention_of_every_subject(self, own):
+        _, _, turns = own
+        assert [len(turn) for turn in turns] == [8, 8, 8]
+        for turn in turns:
+            for row, name in zip(turn[6:], ("QZX", "WJK"), strict=True):
+                assert not row.answer
+                assert not row.keys  # it is no place to recognise the subject by
+                assert name in bytes(row.tokens[: row.answer.start]).decode()
+                assert len(row.tokens) == row.answer.start + 5
+        assert len({bytes(turn[6].tokens[:9]) for turn in turns}) == 3  # another sentence in each
+
+    def test_lessons_do_not_act_while_the_base_is_asked(self, own):
+        _, lessons, turns = own
+        lessons = copy.deepcopy(lessons)
+        lessons.learn(forms("QZX", "5"))
+        again = lessons.texts([forms("QZX", "5"), forms("WJK", "8")], ["QZX", "WJK"])
+        assert [[row.tokens for row in turn] for turn in again] == [
+            [row.tokens for row in turn] for turn in turns
+        ]
+
+    def test_what_follows_counts_less_and_does_not_make_a_lesson_known(self, own):
+        _, lessons, turns = own
+        (batch,) = lessons._batches(turns[0])
+        assert batch.is_answer_n.sum() == 6
+        assert (~batch.is_answer_n).sum() == 6 * 3 + 2 * 5
+        known = lessons._known([batch], 2)
+        choice = lessons._predict(batch).argmax(-1) == batch.target_n
+        for number in (0, 1):
+            mine = batch.is_answer_n & (batch.lesson_n == number)
+            assert known[number] == pytest.approx(choice[mine].float().mean().item())
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("read_from", [0, 1])
 def test_the_two_halves_of_a_model_are_the_model(family, read_from):

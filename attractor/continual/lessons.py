@@ -183,6 +183,7 @@ class Lessons:
         check_number("unit", unit, "a positive number", lambda value: value > 0)
         self.unit = unit
         self.halves = Whole(model) if halves is None else halves
+        self.context = getattr(getattr(model, "config", None), "context", math.inf)
         self.frames = tuple(frames)
         if not self.frames or self.frames[0] != "{}":
             raise ValueError('the first frame must be "{}": what is taught is tested as it was said')
@@ -376,6 +377,11 @@ class Lessons:
             asked = framed(prompt, turn, place, self.frames)
             text = asked + answer
             tokens = [int(token) for token in self.encode(text)]
+            if len(tokens) + self.config.after > self.context:
+                raise ValueError(
+                    f"a form of {len(tokens)} tokens does not fit into the model's context of "
+                    f"{self.context}: teach it in pieces"
+                )
             first = len(self.encode(asked)) if prompt else 1
             keys = []
             start = text.find(subject)
