@@ -1,6 +1,7 @@
 """What goes into the FFNs of a model on a sample of text, and prototypes that lie among it."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -60,6 +61,10 @@ def activations(
         yield from zip(some, inputs, outputs, strict=True)
 
 
+class _Read(Exception):
+    """Every place was read: the rest of the model need not run."""
+
+
 @torch.no_grad()
 def _read(
     model: Any, places: Sequence[Place], batches: list[Tensor], with_outputs: bool
@@ -68,18 +73,23 @@ def _read(
     inputs: list[list[Tensor]] = [[] for _ in places]
     outputs: list[list[Tensor]] = [[] for _ in places]
 
+    def stop_after_last(number: int) -> None:
+        if number == len(places) - 1:  # they are in the order of their blocks: what comes after is not needed
+            raise _Read
+
     def watch(number: int, place: Place) -> list[Any]:
         def keep_input(module: object, arguments: tuple[Any, ...]) -> None:
             hidden, *residuals = check_arguments(place, arguments if with_outputs else arguments[:1])
             inputs[number].append(hidden.float().flatten(0, -2))
             if not with_outputs:
-                return
+                return stop_after_last(number)
             outputs[number].append(torch.zeros_like(inputs[number][-1]))
             for residual in residuals:
                 outputs[number][-1] -= residual.float().flatten(0, -2)
 
         def keep_output(module: object, arguments: object, output: Tensor) -> None:
             outputs[number][-1] += check_output(place, output).float().flatten(0, -2)
+            stop_after_last(number)
 
         first = place.modules[0].register_forward_pre_hook(keep_input)
         return [first, *([place.modules[-1].register_forward_hook(keep_output)] if with_outputs else [])]
@@ -88,7 +98,8 @@ def _read(
     try:
         with mode(model, training=False):
             for batch in batches:
-                model.base_model(input_ids=batch, use_cache=False)  # no head: the logits are the largest part
+                with suppress(_Read):
+                    model.base_model(input_ids=batch, use_cache=False)  # no head: most of a small model
     finally:
         for hook in hooks:
             hook.remove()
