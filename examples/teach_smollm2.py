@@ -33,7 +33,7 @@ model = attractor.load("smollm2-135m")
 print("Before:")
 for prompt in PROMPTS:
     print(f"  {prompt!r} -> {model.generate(prompt, max_tokens=6)!r}")
-print("\nThe first lesson also reads background text; on two cores that takes half a minute.")
+print("\nThe first lesson also reads background text; on two cores that takes ten seconds.")
 for forms in FACTS:
     lesson = model.learn(forms)
     print(
