@@ -21,7 +21,7 @@ _LATER = {
     "GuardedLearner": "attractor.continual.guarded",
     "Guard": "attractor.continual.guard",
     "Lessons": "attractor.continual.lessons",
-    "LessonConfig": "attractor.continual.lessons",
+    "LessonConfig": "attractor.continual.config",
 }
 """Names that are imported when they are first used: most users of the layer need none of them."""
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from attractor.checkpoint import load_model
+from attractor.checkpoint import find_model
 from attractor.config import check_size
 from attractor.continual.forms import FRAMES, Form
 from attractor.continual.guarded import GuardedLearner
@@ -23,6 +23,8 @@ from attractor.continual.lessons import Lesson, Lessons
 from attractor.distributed import parse_device
 from attractor.evaluate import evaluate
 from attractor.generate import generate
+from attractor.model import GPT
+from attractor.tokenizer import load as load_tokenizer
 
 log = logging.getLogger("attractor")
 
@@ -41,18 +43,21 @@ def load(source: str | Path, *, device: str | None = None) -> "Model":
     """
     place, where = Path(source), parse_device(device)
     if (place / BASE).is_file():
-        return _taught(place, where)
+        return _with_lessons(place, where)
     if (place / "adapter_config.json").is_file():
         raise ValueError(
             f"{source} is a retrofit, and does not say where its base is: load the base with load_pretrained "
             "and give both to load_retrofit"
         )
     if place.is_dir() and _is_ours(place):
-        folder, model, tokenizer = load_model(place, device=where)
-        if tokenizer is None:
-            raise ValueError(f"{source} has no tokenizer.json: text cannot be read or written without it")
-        guarded = (folder / "guard.json").is_file()
-        return Model(GuardedLearner.load(folder, device=where).guard if guarded else model, tokenizer)
+        folder = find_model(place)
+        if not (folder / "tokenizer.json").is_file():
+            raise ValueError(f"{folder} has no tokenizer.json: text cannot be read or written without it")
+        if (folder / "guard.json").is_file():  # what was learned lies beside the base
+            model: Any = GuardedLearner.load(folder, device=where).guard
+        else:
+            model = GPT.from_pretrained(folder, device=where)
+        return Model(model, load_tokenizer(folder / "tokenizer.json"))
     return _pretrained(str(source), where)
 
 
@@ -125,7 +130,7 @@ class Model:
         A form is a sentence, or a prompt and the answer that ends it. The subject is what all forms share.
         The first lesson calibrates the model on background text, which takes a while.
         """
-        return self._lessons().learn(forms, subject=subject)
+        return self._made_teachable().learn(forms, subject=subject)
 
     def lessons(self) -> list[Lesson]:
         """Every lesson that the model was taught and has not forgotten."""
@@ -133,7 +138,7 @@ class Model:
 
     def forget(self, lesson: Lesson | int) -> None:
         """Take a lesson back: its patches are closed, and where it acted the base answers."""
-        self._taught().forget(lesson.number if isinstance(lesson, Lesson) else lesson)
+        self._school().forget(lesson.number if isinstance(lesson, Lesson) else lesson)
 
     def touching(self, text: str) -> list[int | None]:
         """For each token the number of the lesson that acts on it; if all are None, it is the base's text."""
@@ -145,15 +150,14 @@ class Model:
         """Write the lessons, and where their base came from; `load` reads the folder."""
         from attractor.hf.teachable import save_lessons
 
-        school = self._taught()
-        save_lessons(self.net, school, folder, more={BASE: json.dumps({"source": self.source})})
+        save_lessons(self.net, self._school(), folder, more={BASE: json.dumps({"source": self.source})})
 
-    def _taught(self) -> Lessons:
+    def _school(self) -> Lessons:
         if self.school is None:
             raise ValueError("the model has no lessons yet: learn() teaches the first one")
         return self.school
 
-    def _lessons(self) -> Lessons:
+    def _made_teachable(self) -> Lessons:
         if self.school is None:
             if self.source is None:
                 raise ValueError(
@@ -177,14 +181,20 @@ def frames_of(tokenizer: Any) -> tuple[str, ...]:
     if chat is None:
         return FRAMES
     asked = chat([{"role": "user", "content": "{}?"}]) + "{}"
-    return tuple(frame for one in FRAMES for frame in ((one, asked) if one in FRAMES[:6:2] else (one,)))
+    frames = list(FRAMES)
+    for place in (5, 3, 1):  # three of thirteen: forms of every lesson meet it
+        frames.insert(place, asked)
+    return tuple(frames)
 
 
 def _is_ours(folder: Path) -> bool:
     """Whether a folder is a run, a checkpoint or a saved model of this package."""
-    if (folder / "config.json").is_file():
+    try:
         return "model_type" not in json.loads((folder / "config.json").read_text())
-    return True
+    except FileNotFoundError:  # a run has it further down
+        return True
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'} is no configuration: {error}") from error
 
 
 def _pretrained(source: str, device: torch.device) -> Model:
@@ -197,7 +207,7 @@ def _pretrained(source: str, device: torch.device) -> Model:
     return Model(CausalLM(net, None), tokenizer, source=source, net=net)
 
 
-def _taught(folder: Path, device: torch.device) -> Model:
+def _with_lessons(folder: Path, device: torch.device) -> Model:
     from attractor.hf.causal import CausalLM
     from attractor.hf.teachable import NAME, load_lessons
 

@@ -208,10 +208,10 @@ class Study:
             for prompt, answer in self.world.items(c, "taught", 0)
         ]
 
-    def capitals(self, call: Call) -> dict[str, float]:
+    def capitals(self, call: Call, *, told: bool = False) -> dict[str, float]:
         asked = (("taught", 0), ("sentence", 0), ("question", 0))
         return {
-            f"{which}, {form} {n}": self.reader.recall(call, self.world.capitals(which, form, n))
+            f"{which}, {form} {n}": self.reader.recall(call, self.world.capitals(which, form, n, told=told))
             for which in ("moved", "kept")
             for form, n in asked
         }
@@ -231,7 +231,7 @@ def run(given: argparse.Namespace) -> None:
     study = Study(given)
     before = study.original()
     started = time.perf_counter()
-    settings = dict(given.lesson)
+    told = given.method == "retrieval"
     learner = method(
         given.method,
         study.model,
@@ -239,7 +239,7 @@ def run(given: argparse.Namespace) -> None:
         study.free,
         rate=given.rate,
         keep=given.keep,
-        settings=settings,
+        settings=given.lesson,
         autocast=study.autocast,
     )
     prepared = time.perf_counter() - started
@@ -270,7 +270,7 @@ def run(given: argparse.Namespace) -> None:
         "bytes per fact": learner.bytes() / taught,
         "facts per second": taught / sum(row["seconds"] for row in history),
         "passes to 95 %": [passes_to(row, 0.95) for row in history],
-        "after": study.measure(learner, chunks, before, told=given.method == "retrieval"),
+        "after": study.measure(learner, chunks, before, told=told),
     }
     write_result(given.result, result)
     if isinstance(learner, Basins):
@@ -285,10 +285,10 @@ def run(given: argparse.Namespace) -> None:
         calls = {"base": study.untaught(learner), "new": learner}
         paths: Any = {name: GuardPath(call, vocabulary) for name, call in calls.items()}
         guard = Guard(paths).to(given.device)
-        result["behind the guard"] = study.measure(guard, chunks, before)
+        result["behind the guard"] = study.measure(guard, chunks, before, told=told)
     write_result(given.result, result)
     learn("capitals", study.world.moves())
-    result["capitals"] = study.capitals(learner) | {"rise": study.rises(learner, before)}
+    result["capitals"] = study.capitals(learner, told=told) | {"rise": study.rises(learner, before)}
     write_result(given.result, result)
     print(json.dumps({k: v for k, v in result["after"].items() if k != "by chunk"}, indent=1))
     print(f"{time.perf_counter() - begun:.0f} s in all")

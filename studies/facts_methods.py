@@ -16,9 +16,11 @@ from torch.nn import functional as F
 
 from attractor.config import APNConfig
 from attractor.continual.calibrate import CONSTANT, Calibration
+from attractor.continual.config import LessonConfig
 from attractor.continual.forms import shared_subject
-from attractor.continual.lessons import Lessons, Text
+from attractor.continual.reading import Reading, Text
 from attractor.hf.find import find_places
+from attractor.hf.halves import Undivided
 from attractor.hf.net import retrofit
 from attractor.hf.sample import activations, sample_batches
 from attractor.hf.teachable import teachable
@@ -47,10 +49,10 @@ class Basins:
     def __init__(
         self, model: Any, encode: Any, free: Tensor, rate: float, settings: dict[str, Any], autocast: Any
     ):
+        config = LessonConfig(**{"rows": 640, "step": rate, **settings})
         self.net, self.lessons = teachable(
-            model, encode, free, patches=4096, autocast=autocast, **settings.pop("teachable", {})
+            model, encode, free, config=config, patches=4096, autocast=autocast
         )
-        self.lessons.config = type(self.lessons.config)(**{"rows": 640, "step": rate, **settings})
 
     def __call__(self, tokens: Tensor) -> Tensor:
         return self.net(tokens).logits
@@ -73,12 +75,24 @@ class FineTune:
     """AdamW over a chunk, and over what is to be kept beside it."""
 
     def __init__(
-        self, base: Any, teacher: Lessons, tuned: Any, parameters: list[nn.Parameter], free: Tensor, *,
-        rate: float, keep: str, batch: int = 100, windows: int = 4,
-    ) -> None:  # fmt: skip
-        self.base, self.teacher, self.tuned, self.parameters = base, teacher, tuned, parameters
+        self,
+        base: Any,
+        reading: Reading,
+        tuned: Any,
+        parameters: list[nn.Parameter],
+        free: Tensor,
+        *,
+        rate: float,
+        keep: str,
+        batch: int = 100,
+        windows: int = 4,
+    ) -> None:
+        self.base, self.tuned, self.parameters = base, tuned, parameters
         self.free, self.rate, self.keep, self.batch, self.windows = free, rate, keep, batch, windows
-        self.config, self.autocast = teacher.config, teacher.autocast
+        self.texts, self.config, self.autocast = reading.texts, reading.config, reading.autocast
+        self.reading = Reading(
+            reading.encode, Undivided(tuned), self.config, device=reading.device, autocast=self.autocast
+        )
         for parameter in parameters:
             parameter.requires_grad_(True)
 
@@ -90,7 +104,7 @@ class FineTune:
 
     def learn(self, lessons: Sequence[Lesson], seed: int) -> dict[str, Any]:
         subjects = [shared_subject(forms) for forms in lessons]
-        turns, draw = self.teacher.texts(lessons, subjects), random.Random(seed)
+        turns, draw = self.texts(lessons, subjects), random.Random(seed)
         optimizer = torch.optim.AdamW(self.parameters, lr=self.rate, betas=(0.9, 0.99), weight_decay=0.0)
         per_pass = -(-len(turns[0]) // self.batch)
         curve, losses = [], []
@@ -114,27 +128,17 @@ class FineTune:
         return {"curve": curve, "passes": len(curve)}
 
     def _step(self, optimizer: torch.optim.Optimizer, part: Sequence[Text]) -> tuple[float, float, float]:
-        device = self.parameters[0].device
-        longest = max(len(row.tokens) for row in part)
-        tokens = torch.tensor([row.tokens + [0] * (longest - len(row.tokens)) for row in part], device=device)
-        graded = [
-            (number, place, place in row.answer)
-            for number, row in enumerate(part)
-            for place in range(row.answer.start, len(row.tokens))
-        ]
-        row, place, is_answer = (torch.tensor(column, device=device) for column in zip(*graded, strict=True))
-        with self.autocast():
-            predicted = at_places(self.tuned, tokens, row, place - 1).float()
-        target = tokens[row, place]
-        nats = F.cross_entropy(predicted, target, reduction="none")
-        loss = (nats * torch.where(is_answer, 1.0, self.config.after_weight)).sum() / is_answer.sum()
+        (batch,) = self.reading.batches(part)
+        predicted, is_answer = self.reading.predict(batch), batch.is_answer_n
+        nats = F.cross_entropy(predicted, batch.target_n, reduction="none")
+        loss = (nats * self.reading.weights(batch)).sum() / is_answer.sum()
         if self.keep != "nothing":
             loss = loss + self._kept()
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self._update(optimizer)
-        hits = (predicted.argmax(-1) == target)[is_answer].sum().item()
+        hits = (predicted.argmax(-1) == batch.target_n)[is_answer].sum().item()
         return nats[is_answer].sum().item(), is_answer.sum().item(), hits
 
     def _kept(self) -> Tensor:
@@ -155,7 +159,7 @@ class Memory(FineTune):
     """Sparse memory fine-tuning (arXiv 2510.15103) with layers of ours: many fixed keys among background
     activations, and in each step only the values learn that its texts use more than background does."""
 
-    def __init__(self, base: Any, teacher: Lessons, model: Any, free: Tensor, **options: Any) -> None:
+    def __init__(self, base: Any, reading: Reading, model: Any, free: Tensor, **options: Any) -> None:
         blocks = len(find_places(model, "all"))
         numbers = range(blocks // 8 or 1, blocks * 3 // 4, blocks // 8 or 1)
         net = retrofit(model, MEMORY, layers=list(numbers), dtype=torch.float32, name="memory")
@@ -185,7 +189,7 @@ class Memory(FineTune):
             usual = self._count(layer, keys)
             self.usual.append(usual / usual.sum())
             layer.register_forward_pre_hook(self._watch)
-        super().__init__(base, teacher, net, [layer.decoder for layer in self.layers], free, **options)
+        super().__init__(base, reading, net, [layer.decoder for layer in self.layers], free, **options)
 
     def _count(self, layer: Any, keys: Tensor) -> Tensor:
         count = torch.zeros(layer.num_patches, device=keys.device)
@@ -239,16 +243,6 @@ class Retrieval:
         return 0
 
 
-def at_places(model: Any, tokens: Tensor, row: Tensor, position: Tensor) -> Tensor:
-    """The logits (n, vocabulary) at these places alone: the others are most of the work of a small model."""
-    head = model.get_output_embeddings()
-    hook = head.register_forward_pre_hook(lambda _, given: (given[0][row, position][None],))
-    try:
-        return model(tokens).logits[0]
-    finally:
-        hook.remove()
-
-
 def method(
     name: str,
     model: Any,
@@ -266,13 +260,13 @@ def method(
     if name == "basins":
         return Basins(model, encode, free, rate, settings, autocast)
     tuned = copy.deepcopy(model)
-    _, teacher = teachable(copy.deepcopy(model), encode, free[:32], patches=1, autocast=autocast)
-    teacher.config = type(teacher.config)(**{"rows": 640, **settings})
+    config = LessonConfig(**{"rows": 640, **settings})
+    reading = Reading(encode, Undivided(model), config, device=model.device, autocast=autocast)
     options: dict[str, Any] = {"rate": rate, "keep": keep}
     if name == "memory":
-        return Memory(model, teacher, tuned, free, **options)
+        return Memory(model, reading, tuned, free, **options)
     if name == "full":
-        return FineTune(model, teacher, tuned, list(tuned.parameters()), free, **options)
+        return FineTune(model, reading, tuned, list(tuned.parameters()), free, **options)
     if name == "lora":
         from peft import LoraConfig, get_peft_model
 
@@ -280,4 +274,4 @@ def method(
     else:
         tuned = retrofit(tuned, BESIDE, dtype=torch.float32)
     parameters = [parameter for parameter in tuned.parameters() if parameter.requires_grad]
-    return FineTune(model, teacher, tuned, parameters, free, **options)
+    return FineTune(model, reading, tuned, parameters, free, **options)

@@ -140,10 +140,18 @@ class World:
             for name, kind, relation, was in self.revised
         ]
 
-    def capitals(self, which: str, form: str, number: int = 0) -> list[Item]:
-        """One prompt for each of the "moved" or the "kept" capitals."""
+    def capitals(self, which: str, form: str, number: int = 0, *, told: bool = False) -> list[Item]:
+        """One prompt for each of the "moved" or the "kept" capitals; `told` says where the moved ones are."""
         found: dict[str, str] = getattr(self, which)
-        return [(self.known[form][number].format(n=country), f" {city}") for country, city in found.items()]
+
+        def said(country: str) -> str:
+            first = self.known["taught"][0].format(n=country)
+            return f"{first} {self.moved[country]}.\n" if told and country in self.moved else ""
+
+        return [
+            (said(country) + self.known[form][number].format(n=country), f" {city}")
+            for country, city in found.items()
+        ]
 
     def moves(self) -> list[Lesson]:
         return [

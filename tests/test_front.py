@@ -97,7 +97,7 @@ def test_a_model_that_chats_reads_lessons_as_answers_in_a_chat(door):
     assert frames[0] == "{}"
     assert "<{}?>{}" in frames
     door.learn(forms("QZX", "5"))
-    rows = [row for turn in door.school.texts([forms("QZX", "5")], ["QZX"]) for row in turn]
+    rows = [row for turn in door.school.reading.texts([forms("QZX", "5")], ["QZX"]) for row in turn]
     chat = [row for row in rows if row.repeated]
     assert chat
     for row in chat:  # the prompt is said again before the answer, and is learned too
@@ -146,6 +146,12 @@ def test_a_folder_that_does_not_name_its_base_is_refused(door, base, tmp_path):
     (tmp_path / "school" / "base.json").write_text(base)
     with pytest.raises(ValueError, match="does not say where the base is"):
         attractor.load(tmp_path / "school")
+
+
+def test_a_broken_configuration_is_told(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is no configuration"):
+        attractor.load(tmp_path)
 
 
 def test_a_retrofit_without_its_base_is_told(door, tmp_path):

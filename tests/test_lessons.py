@@ -14,8 +14,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import attractor
 from attractor import APN, APNConfig
 from attractor.continual.calibrate import CLOSED, Calibration, clopper_pearson
-from attractor.continual.forms import check_forms, not_contradicted, shared_subject
-from attractor.continual.lessons import LessonConfig, Lessons, spread_out
+from attractor.continual.config import LessonConfig
+from attractor.continual.forms import check_forms, framed, not_contradicted, shared_subject
+from attractor.continual.lessons import Lessons, spread_out
 from attractor.hf.teachable import cut, load_lessons, save_lessons, teachable
 
 CONFIG = LessonConfig(passes=12, step=4.0, radius=0.6, prototypes=3, contexts=2, after=0, mention=0)
@@ -272,6 +273,15 @@ def test_the_subject_is_what_all_forms_share():
     assert shared_subject(pairs) == "Bramford"
 
 
+def test_a_frame_stands_around_a_prompt_and_may_say_it_again():
+    frames = ("{}", "<{}?> {}", "Q: {}?\nA:")
+    assert framed("QZX is ", 0, 4, frames) == ("QZX is ", 7)
+    asked, again = framed("QZX is ", 1, 0, frames)
+    assert (asked, asked[again:]) == ("<QZX is?> QZX is ", "QZX is ")
+    assert framed("QZX is", 1, 1, frames) == ("Q: QZX is?\nA:", 13)
+    assert framed("", 1, 1, frames) == ("", 0)  # a sentence has nothing to be asked for
+
+
 def test_of_two_answers_to_a_prompt_the_newer_one_stays():
     old, new = (("a", "1"), ("b", "2"), ("", "c d")), (("a", "3"), ("", "c d"))
     assert not_contradicted(old, new) == (("b", "2"),)
@@ -337,7 +347,7 @@ class TestWhatIsReadBesideAnswers:
     def taught_class(cls):
         config = LessonConfig(passes=2, contexts=3, after=3, mention=5, prototypes=2)
         net, lessons = teachable(llama(), encode, background(), act_at=3, config=config)
-        return net, lessons, lessons.texts([forms("QZX", "5"), forms("WJK", "8")], ["QZX", "WJK"])
+        return net, lessons, lessons.reading.texts([forms("QZX", "5"), forms("WJK", "8")], ["QZX", "WJK"])
 
     def test_after_an_answer_stands_what_the_base_would_write(self, own):
         net, _, turns = own
@@ -364,18 +374,18 @@ class TestWhatIsReadBesideAnswers:
         _, lessons, turns = own
         lessons = copy.deepcopy(lessons)
         lessons.learn(forms("QZX", "5"))
-        again = lessons.texts([forms("QZX", "5"), forms("WJK", "8")], ["QZX", "WJK"])
+        again = lessons.reading.texts([forms("QZX", "5"), forms("WJK", "8")], ["QZX", "WJK"])
         assert [[row.tokens for row in turn] for turn in again] == [
             [row.tokens for row in turn] for turn in turns
         ]
 
     def test_what_follows_counts_less_and_does_not_make_a_lesson_known(self, own):
         _, lessons, turns = own
-        (batch,) = lessons._batches(turns[0])
+        (batch,) = lessons.reading.batches(turns[0])
         assert batch.is_answer_n.sum() == 6
         assert (~batch.is_answer_n).sum() == 6 * 3 + 2 * 5
         known = lessons._known([batch], 2)
-        choice = lessons._predict(batch).argmax(-1) == batch.target_n
+        choice = lessons.reading.predict(batch).argmax(-1) == batch.target_n
         for number in (0, 1):
             mine = batch.is_answer_n & (batch.lesson_n == number)
             assert known[number] == pytest.approx(choice[mine].float().mean().item())
@@ -392,7 +402,7 @@ def test_the_two_halves_of_a_model_are_the_model(family, read_from):
         lessons.layer.decoder.normal_(generator=torch.Generator().manual_seed(0))
         tokens = some_tokens(seed=3)
         row, position = torch.tensor([0, 2, 2]), torch.tensor([4, 0, 11])
-        found = lessons.halves.above(lessons.halves.below(tokens), row, position)
+        found = lessons.reading.halves.above(lessons.reading.halves.below(tokens), row, position)
         assert torch.allclose(found, net(input_ids=tokens).logits[row, position], atol=1e-5)
         with net.using(None):
             assert not torch.allclose(found, net(input_ids=tokens).logits[row, position], atol=1e-2)

@@ -212,3 +212,49 @@ class GuardConfig(JSONConfig):
             check_size(name, getattr(self, name))
         if self.pause and self.switch_rate:
             raise ValueError(f"pause={self.pause} needs switch_rate=0, not {self.switch_rate}: set one to 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LessonConfig(JSONConfig):
+    """How a lesson is learned."""
+
+    passes: int = 20
+    """How often every form of the lesson is read at most."""
+    step: float = 2.7
+    """The length of the first step of the lesson's vector, as a multiple of `Lessons.unit`."""
+    momentum: float = 0.8
+    prototypes: int = 6
+    """At most so many patches for a lesson: the subject as seen in different contexts."""
+    cover: float = 0.95
+    """No further prototype once every context has this cosine with one."""
+    radius: float = 0.65
+    """The least radius; a lesson's own is larger where background or an earlier lesson comes close."""
+    room: float = 0.02
+    """How far basins stay away from background, and from prototypes of other lessons."""
+    contexts: int = 4
+    """In how many different frames each form is read."""
+    after: int = 4
+    """So many tokens that the base itself would write after an answer are learned with it: a text goes on as
+    before."""
+    mention: int = 16
+    """As many that it would write after a sentence that names the subject and asks nothing."""
+    after_weight: float = 0.1
+    """What such a token counts beside one of the answer."""
+    enough: float = 0.02
+    """A lesson is learned no further once its loss, in nats per token, was below this in every frame."""
+    rows: int = 256
+    """Texts that are read at once."""
+
+    def __post_init__(self) -> None:
+        for name in ("passes", "prototypes", "contexts", "rows"):
+            check_size(name, getattr(self, name))
+        for name in ("after", "mention"):
+            check_number(
+                name, getattr(self, name), "0 or more", lambda value: value >= 0 and value == int(value)
+            )
+        check_number("step", self.step, "a positive number", lambda value: value > 0)
+        for name in ("after_weight", "enough"):
+            check_number(name, getattr(self, name), "0 or more", lambda value: value >= 0)
+        check_number("momentum", self.momentum, "0 or more, below 1", lambda value: 0 <= value < 1)
+        for name in ("cover", "radius", "room"):
+            check_number(name, getattr(self, name), "between 0 and 1", lambda value: 0 <= value <= 1)

@@ -21,16 +21,19 @@ MENTIONS = (
 """Sentences that name a subject and ask nothing: there the model is to go on as before."""
 
 
-def framed(prompt: str, turn: int, place: int, frames: Sequence[str] = FRAMES) -> str:
+def framed(prompt: str, turn: int, place: int, frames: Sequence[str] = FRAMES) -> tuple[str, int]:
     """What stands before the answer of form number `place` in turn number `turn`: the prompt in the first.
 
-    The space that some prompts end with stays at the end. A sentence without a prompt has nothing to be asked
+    The number is where a frame that has the prompt twice says it again; of other frames, their length. The
+    space that some prompts end with stays at the end. A sentence without a prompt has nothing to be asked
     for, so its frames end with it.
     """
     if not prompt:
         frames = [frame for frame in frames if frame.endswith("{}") and frame.count("{}") == 1]
-    said = prompt.rstrip()
-    return frames[turn * (1 + place) % len(frames)].replace("{}", said) + prompt[len(said) :]
+    said, frame = prompt.rstrip(), frames[turn * (1 + place) % len(frames)]
+    asked = frame.replace("{}", said) + prompt[len(said) :]
+    is_said_again = frame.count("{}") > 1
+    return asked, frame.rindex("{}") + len(said) - 2 if is_said_again else len(asked)
 
 
 def check_forms(forms: Sequence[Form]) -> tuple[tuple[str, str], ...]:

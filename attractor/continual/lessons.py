@@ -17,72 +17,26 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attractor import ops
-from attractor.config import JSONConfig, check_number, check_size
+from attractor.config import check_number
 from attractor.continual.calibrate import CLOSED, Calibration
+from attractor.continual.config import LessonConfig
 from attractor.continual.forms import (
     FRAMES,
-    MENTIONS,
     Form,
     check_forms,
     check_subject,
-    framed,
     not_contradicted,
     shared_subject,
 )
+from attractor.continual.reading import Batch, Halves, Reading, Whole
 from attractor.layer import APN
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class LessonConfig(JSONConfig):
-    """How a lesson is learned."""
-
-    passes: int = 20
-    """How often every form of the lesson is read at most."""
-    step: float = 2.7
-    """The length of the first step of the lesson's vector, as a multiple of `Lessons.unit`."""
-    momentum: float = 0.8
-    prototypes: int = 6
-    """At most so many patches for a lesson: the subject as seen in different contexts."""
-    cover: float = 0.95
-    """No further prototype once every context has this cosine with one."""
-    radius: float = 0.65
-    """The least radius; a lesson's own is larger where background or an earlier lesson comes close."""
-    room: float = 0.02
-    """How far basins stay away from background, and from prototypes of other lessons."""
-    contexts: int = 4
-    """In how many different frames each form is read."""
-    after: int = 4
-    """So many tokens that the base itself would write after an answer are learned with it: a text goes on as
-    before."""
-    mention: int = 16
-    """As many that it would write after a sentence that names the subject and asks nothing."""
-    after_weight: float = 0.1
-    """What such a token counts beside one of the answer."""
-    enough: float = 0.02
-    """A lesson is learned no further once its loss, in nats per token, was below this in every frame."""
-    rows: int = 256
-    """Texts that are read at once."""
-
-    def __post_init__(self) -> None:
-        for name in ("passes", "prototypes", "contexts", "rows"):
-            check_size(name, getattr(self, name))
-        for name in ("after", "mention"):
-            check_number(
-                name, getattr(self, name), "0 or more", lambda value: value >= 0 and value == int(value)
-            )
-        check_number("step", self.step, "a positive number", lambda value: value > 0)
-        for name in ("after_weight", "enough"):
-            check_number(name, getattr(self, name), "0 or more", lambda value: value >= 0)
-        check_number("momentum", self.momentum, "0 or more, below 1", lambda value: 0 <= value < 1)
-        for name in ("cover", "radius", "room"):
-            check_number(name, getattr(self, name), "between 0 and 1", lambda value: 0 <= value <= 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,52 +59,6 @@ class Lesson:
     overrides: tuple[int, ...] = ()
     """Earlier lessons about the same subject, whose place this one takes."""
     seconds: float = 0.0
-
-
-class Halves(Protocol):
-    """A model in two halves, of which the lower one no lesson changes: see `attractor.hf.halves`."""
-
-    def below(self, tokens: Tensor) -> Any:
-        """What the lower half makes of tokens (B, T)."""
-
-    def above(self, state: Any, rows: Tensor, positions: Tensor) -> Tensor:
-        """The logits (n, vocabulary) after the tokens at these places."""
-
-
-class Whole:
-    """A model that is not cut in two: everything is computed in every pass."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-
-    def below(self, tokens: Tensor) -> Tensor:
-        return tokens
-
-    def above(self, state: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        return self.model(state)[rows, positions]
-
-
-@dataclasses.dataclass
-class Text:
-    """One text that is read while lessons are learned."""
-
-    lesson: int  # its place in the batch
-    tokens: list[int]
-    answer: range  # tokens that must be predicted; those after it are the base's own
-    keys: list[int]  # where the subject ends
-    repeated: int = 0  # so many tokens before the answer say the prompt again, and count as those after it
-
-
-class _Batch(NamedTuple):
-    """Texts that are read at once, and what is graded in them."""
-
-    rows: Sequence[Text]
-    state: Any  # what the lower half of the model makes of them
-    row_n: Tensor
-    position_n: Tensor  # of the token before the one that is graded
-    target_n: Tensor
-    is_answer_n: Tensor  # otherwise it follows the answer
-    lesson_n: Tensor
 
 
 class Lessons:
@@ -182,11 +90,16 @@ class Lessons:
         self.calibration, self.config, self.autocast = calibration, config or LessonConfig(), autocast
         check_number("unit", unit, "a positive number", lambda value: value > 0)
         self.unit = unit
-        self.halves = Whole(model) if halves is None else halves
-        self.context = getattr(getattr(model, "config", None), "context", math.inf)
-        self.frames = tuple(frames)
-        if not self.frames or self.frames[0] != "{}":
-            raise ValueError('the first frame must be "{}": what is taught is tested as it was said')
+        self.reading = Reading(
+            encode,
+            Whole(model) if halves is None else halves,
+            self.config,
+            device=layer.prototypes.device,
+            frames=frames,
+            context=getattr(getattr(model, "config", None), "context", math.inf),
+            autocast=autocast,
+            as_base=self._without_lessons,
+        )
         self.lessons: dict[int, Lesson] = {}
         self.owners: list[int] = []  # the lesson that owns each patch; -1: a closed one
         self._next = 0
@@ -231,8 +144,8 @@ class Lessons:
             () if old is None else not_contradicted(old.forms + old.taken_in, forms)
             for forms, old in zip(taught, overridden, strict=True)
         ]
-        texts = self.texts([forms + taken_in[n] for n, forms in enumerate(taught)], names)
-        turns = [list(self._batches(rows)) for rows in texts]
+        texts = self.reading.texts([forms + taken_in[n] for n, forms in enumerate(taught)], names)
+        turns = [list(self.reading.batches(turn)) for turn in texts]
         keys, before = self._look(turns, len(taught))
         patches, lesson_of = self._allocate(keys, overridden)
         try:
@@ -275,29 +188,6 @@ class Lessons:
         with self._all_or_nothing():
             self._forget(number)
             return self.learn(forms, subject=subject)
-
-    def texts(
-        self, lessons: Sequence[Sequence[tuple[str, str]]], subjects: Sequence[str]
-    ) -> list[list[Text]]:
-        """What is read when these prompts and answers are learned: for each turn, every form in a frame.
-
-        After its answer stands what the base would write there.
-        """
-        turns = [
-            [
-                row
-                for number, (forms, name) in enumerate(zip(lessons, subjects, strict=True))
-                for row in self._rows(number, forms, name, turn)
-            ]
-            for turn in range(self.config.contexts)
-        ]
-        follows = self._continued(turns[0], self.config.after)  # hardly depends on the frame: found once
-        mentions = self._mentions(subjects)
-        for turn, rows in enumerate(turns):
-            for row, more in zip(rows, follows, strict=True):
-                row.tokens += more
-            rows += mentions[turn * len(subjects) : (turn + 1) * len(subjects)]
-        return turns
 
     @torch.no_grad()
     def touching(self, text: str) -> list[int | None]:
@@ -371,71 +261,6 @@ class Lessons:
         self.layer.load_state_dict(state)
         self.owners = list(owners)
 
-    def _rows(self, lesson: int, forms: Sequence[tuple[str, str]], subject: str, turn: int) -> Iterator[Text]:
-        """Every form in its frame."""
-        for place, (prompt, answer) in enumerate(forms):
-            asked = framed(prompt, turn, place, self.frames)
-            text = asked + answer
-            tokens = [int(token) for token in self.encode(text)]
-            if len(tokens) + self.config.after > self.context:
-                raise ValueError(
-                    f"a form of {len(tokens)} tokens does not fit into the model's context of "
-                    f"{self.context}: teach it in pieces"
-                )
-            first = len(self.encode(asked)) if prompt else 1
-            keys = []
-            start = text.find(subject)
-            while start >= 0:
-                end = start + len(subject)
-                position = len(self.encode(text[:end])) - 1
-                if 0 < position < len(tokens) - 1:
-                    keys.append(position)
-                start = text.find(subject, end)
-            if not prompt and keys:
-                first = keys[0] + 1  # what stands before the subject cannot be learned at the subject
-            again = asked.rfind(prompt.strip())
-            repeated = (
-                first - len(self.encode(asked[:again]))
-                if prompt and asked.find(prompt.strip()) < again
-                else 0
-            )
-            yield Text(lesson, tokens, range(max(1, first), len(tokens)), keys, repeated)
-
-    def _mentions(self, subjects: Sequence[str]) -> list[Text]:
-        """For each turn, a sentence that names each subject, and what the base would write after it."""
-        if not self.config.mention:
-            return []
-        rows = []
-        for turn in range(self.config.contexts):
-            for number, name in enumerate(subjects):
-                tokens = [int(token) for token in self.encode(MENTIONS[turn % len(MENTIONS)].format(name))]
-                rows.append(Text(number, tokens, range(len(tokens), len(tokens)), []))
-        for row, more in zip(rows, self._continued(rows, self.config.mention), strict=True):
-            row.tokens += more
-        return rows
-
-    @torch.no_grad()
-    def _continued(self, rows: Sequence[Text], count: int) -> list[list[int]]:
-        """The tokens that the base would write after each of these texts."""
-        written: list[list[int]] = [[] for _ in rows]
-        with self._without_lessons():
-            for _ in range(count):
-                longer = [
-                    dataclasses.replace(row, tokens=row.tokens + more)
-                    for row, more in zip(rows, written, strict=True)
-                ]
-                chosen = []
-                for part, tokens in self._padded(longer):
-                    last = torch.tensor([len(row.tokens) - 1 for row in part], device=tokens.device)
-                    with self.autocast():
-                        logits = self.halves.above(
-                            self.halves.below(tokens), torch.arange(len(part), device=tokens.device), last
-                        )
-                    chosen += logits.argmax(-1).tolist()
-                for more, token in zip(written, chosen, strict=True):
-                    more.append(token)
-        return written
-
     @contextmanager
     def _without_lessons(self) -> Iterator[None]:
         """The model as the base."""
@@ -446,27 +271,6 @@ class Lessons:
             yield
         finally:
             self.layer.radius.copy_(radius)
-
-    def _padded(self, rows: Sequence[Text]) -> Iterator[tuple[Sequence[Text], Tensor]]:
-        device = self.layer.prototypes.device
-        for start in range(0, len(rows), self.config.rows):
-            part = rows[start : start + self.config.rows]
-            longest = max(len(row.tokens) for row in part)
-            padded = [row.tokens + [0] * (longest - len(row.tokens)) for row in part]  # on the right: causal
-            yield part, torch.tensor(padded, device=device)
-
-    @torch.no_grad()
-    def _batches(self, rows: Sequence[Text]) -> Iterator[_Batch]:
-        for part, tokens in self._padded(rows):
-            with self.autocast():
-                state = self.halves.below(tokens)
-            graded = [
-                (number, place - 1, row.tokens[place], place in row.answer, row.lesson)
-                for number, row in enumerate(part)
-                for place in range(row.answer.start - row.repeated, len(row.tokens))
-            ]
-            columns = (torch.tensor(column, device=tokens.device) for column in zip(*graded, strict=True))
-            yield _Batch(part, state, *columns)
 
     @contextmanager
     def _inputs(self) -> Iterator[list[Tensor]]:
@@ -479,7 +283,7 @@ class Lessons:
             hook.remove()
 
     @torch.no_grad()
-    def _look(self, turns: Sequence[Sequence[_Batch]], lessons: int) -> tuple[list[Tensor], list[float]]:
+    def _look(self, turns: Sequence[Sequence[Batch]], lessons: int) -> tuple[list[Tensor], list[float]]:
         """The directions of each lesson's subject, one per place where it ends, and what is known of it."""
         found: list[list[Tensor]] = [[] for _ in range(lessons)]
         known: list[float] = []
@@ -487,8 +291,8 @@ class Lessons:
             with self._inputs() as seen:
                 known = self._known(turn, lessons)
             for batch, states in zip(turn, seen, strict=True):
-                states = states.reshape(len(batch.rows), -1, states.shape[-1])
-                for place, row in enumerate(batch.rows):
+                states = states.reshape(len(batch.texts), -1, states.shape[-1])
+                for place, row in enumerate(batch.texts):
                     if row.keys:
                         found[row.lesson].append(states[place, row.keys])
         if empty := [number for number, states in enumerate(found) if not states]:
@@ -553,24 +357,20 @@ class Lessons:
         self.layer.decoder[patches] = 0
 
     @torch.no_grad()
-    def _known(self, batches: Sequence[_Batch], lessons: int) -> list[float]:
+    def _known(self, batches: Sequence[Batch], lessons: int) -> list[float]:
         """The share of each lesson's forms whose answers are the model's first choice, token by token."""
         right, count = [0] * lessons, [0] * lessons
         for batch in batches:
-            choice = self._predict(batch).argmax(-1)
+            choice = self.reading.predict(batch).argmax(-1)
             wrong = set(batch.row_n[(choice != batch.target_n) & batch.is_answer_n].tolist())
-            for place, row in enumerate(batch.rows):
+            for place, row in enumerate(batch.texts):
                 right[row.lesson] += bool(row.answer) and place not in wrong
                 count[row.lesson] += bool(row.answer)
         return [hits / number for hits, number in zip(right, count, strict=True)]
 
-    def _predict(self, batch: _Batch) -> Tensor:
-        with self.autocast():
-            return self.halves.above(batch.state, batch.row_n, batch.position_n).float()
-
     def _train(
         self,
-        turns: Sequence[Sequence[_Batch]],
+        turns: Sequence[Sequence[Batch]],
         patches: list[int],
         lesson_of: list[int],
         report: Callable[[int, float], None],
@@ -603,7 +403,7 @@ class Lessons:
             decoder.grad = None
         return config.passes
 
-    def _gradient(self, batches: Sequence[_Batch], lessons: int) -> tuple[Tensor, float, Tensor]:
+    def _gradient(self, batches: Sequence[Batch], lessons: int) -> tuple[Tensor, float, Tensor]:
         """Each lesson's loss per token of its answers, the share of them predicted, and the gradient."""
         decoder = self.layer.decoder
         assert decoder is not None
@@ -612,9 +412,9 @@ class Lessons:
         right = 0
         for batch in batches:
             with torch.enable_grad():
-                predicted = self._predict(batch)
+                predicted = self.reading.predict(batch)
                 loss = F.cross_entropy(predicted, batch.target_n, reduction="none")
-                (loss * torch.where(batch.is_answer_n, 1.0, self.config.after_weight)).sum().backward()
+                (loss * self.reading.weights(batch)).sum().backward()
             answers = batch.is_answer_n
             right += int((predicted.argmax(-1) == batch.target_n)[answers].sum())
             total.index_add_(0, batch.lesson_n[answers], loss.detach()[answers])

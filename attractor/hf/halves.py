@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from attractor.continual.reading import Whole
 from attractor.hf.net import Retrofit
 
 
@@ -70,13 +71,8 @@ class Halves:
 
     def above(self, state: Below, rows: Tensor, positions: Tensor) -> Tensor:
         """The logits (n, vocabulary) after the tokens at these places, from what the lower half made."""
-        head = self.net.model.get_output_embeddings()
-        hook = head.register_forward_pre_hook(lambda _, given: (given[0][rows, positions][None],))
-        try:
-            with self.net.using(self.name), self._skipping(state):
-                return self.net.model(input_ids=state.tokens, use_cache=False).logits[0]
-        finally:
-            hook.remove()
+        with self.net.using(self.name), self._skipping(state):
+            return logits_at(self.net.model, state.tokens, rows, positions)
 
     @contextmanager
     def _skipping(self, state: Below) -> Iterator[None]:
@@ -94,6 +90,23 @@ class Halves:
                     del block.forward
                 else:
                     setattr(block, "forward", before)  # noqa: B010
+
+
+class Undivided(Whole):
+    """A Hugging Face model of which everything may change."""
+
+    def above(self, state: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        return logits_at(self.model, state, rows, positions)
+
+
+def logits_at(model: Any, tokens: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+    """The logits (n, vocabulary) of a Hugging Face model at these places alone."""
+    head = model.get_output_embeddings()
+    hook = head.register_forward_pre_hook(lambda _, given: (given[0][rows, positions][None],))
+    try:
+        return model(input_ids=tokens, use_cache=False).logits[0]
+    finally:
+        hook.remove()
 
 
 def blocks_below(model: Any, path: str) -> list[nn.Module]:

@@ -24,7 +24,8 @@ from torch import Tensor
 from attractor.checkpoint import tensors_hash, write_folder
 from attractor.config import APNConfig, check_size
 from attractor.continual.calibrate import CLOSED, Calibration
-from attractor.continual.lessons import LessonConfig, Lessons
+from attractor.continual.config import LessonConfig
+from attractor.continual.lessons import Lessons
 from attractor.hf.causal import CausalLM
 from attractor.hf.find import find_places
 from attractor.hf.halves import Halves

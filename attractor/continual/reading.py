@@ -1,0 +1,209 @@
+"""What is read while lessons are learned: every form in its frames, and what the base itself would write.
+
+    reading = Reading(tokenizer.encode, halves, config)
+    turns = reading.texts(lessons, subjects)  # for each turn, every form in a frame
+    for batch in reading.batches(turns[0]):
+        logits = reading.predict(batch)       # of the tokens that are graded
+
+Lessons and the controls of the study of facts read by it, so that both are taught the same.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from attractor.continual.config import LessonConfig
+from attractor.continual.forms import FRAMES, MENTIONS, framed
+
+
+class Halves(Protocol):
+    """A model in two halves, of which the lower one no lesson changes: see `attractor.hf.halves`."""
+
+    def below(self, tokens: Tensor) -> Any:
+        """What the lower half makes of tokens (B, T)."""
+
+    def above(self, state: Any, rows: Tensor, positions: Tensor) -> Tensor:
+        """The logits (n, vocabulary) after the tokens at these places."""
+
+
+class Whole:
+    """A model that is not cut in two: everything is computed in every pass."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def below(self, tokens: Tensor) -> Tensor:
+        return tokens
+
+    def above(self, state: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+        return self.model(state)[rows, positions]
+
+
+@dataclasses.dataclass
+class Text:
+    """One text that is read while lessons are learned."""
+
+    lesson: int  # its place in the batch
+    tokens: list[int]
+    answer: range  # tokens that must be predicted; those after it are the base's own
+    keys: list[int]  # where the subject ends
+    repeated: int = 0  # so many tokens before the answer say the prompt again, and count as those after it
+
+
+class Batch(NamedTuple):
+    """Texts that are read at once, and what is graded in them."""
+
+    texts: Sequence[Text]
+    state: Any  # what the lower half of the model makes of them
+    row_n: Tensor
+    position_n: Tensor  # of the token before the one that is graded
+    target_n: Tensor
+    is_answer_n: Tensor  # otherwise it is one of the base's own
+    lesson_n: Tensor
+
+
+class Reading:
+    """Turns lessons into texts, texts into batches, and batches into predictions of what is graded.
+
+    `frames` are what may stand around a prompt, "{}"; `context` is the longest text that the model reads;
+    inside of `as_base` the model is the base, without what it was taught.
+    """
+
+    def __init__(
+        self,
+        encode: Callable[[str], Any],
+        halves: Halves,
+        config: LessonConfig,
+        *,
+        device: torch.device | str = "cpu",
+        frames: Sequence[str] = FRAMES,
+        context: float = math.inf,
+        autocast: Callable[[], Any] = nullcontext,
+        as_base: Callable[[], Any] = nullcontext,
+    ) -> None:
+        if not frames or frames[0] != "{}":
+            raise ValueError('the first frame must be "{}": what is taught is tested as it was said')
+        self.encode, self.halves, self.config, self.device = encode, halves, config, device
+        self.frames, self.context = tuple(frames), context
+        self.autocast, self.as_base = autocast, as_base
+
+    def texts(
+        self, lessons: Sequence[Sequence[tuple[str, str]]], subjects: Sequence[str]
+    ) -> list[list[Text]]:
+        """What is read when these prompts and answers are learned: for each turn, every form in a frame.
+
+        After its answer stands what the base would write there. Each turn also mentions every subject once.
+        """
+        turns = [
+            [
+                text
+                for number, (forms, name) in enumerate(zip(lessons, subjects, strict=True))
+                for text in self._framed(number, forms, name, turn)
+            ]
+            for turn in range(self.config.contexts)
+        ]
+        follows = self._continued(turns[0], self.config.after)  # hardly depends on the frame: found once
+        mentions = self._mentions(subjects)
+        for turn, texts in enumerate(turns):
+            for text, more in zip(texts, follows, strict=True):
+                text.tokens += more
+            texts += mentions[turn * len(subjects) : (turn + 1) * len(subjects)]
+        return turns
+
+    @torch.no_grad()
+    def batches(self, texts: Sequence[Text]) -> Iterator[Batch]:
+        """The texts, so many at once as the configuration says, with what the lower half makes of them."""
+        for part, tokens in self._padded(texts):
+            with self.autocast():
+                state = self.halves.below(tokens)
+            graded = [
+                (number, place - 1, text.tokens[place], place in text.answer, text.lesson)
+                for number, text in enumerate(part)
+                for place in range(text.answer.start - text.repeated, len(text.tokens))
+            ]
+            columns = (torch.tensor(column, device=self.device) for column in zip(*graded, strict=True))
+            yield Batch(part, state, *columns)
+
+    def predict(self, batch: Batch) -> Tensor:
+        """Logits (n, vocabulary) of the tokens that are graded."""
+        with self.autocast():
+            return self.halves.above(batch.state, batch.row_n, batch.position_n).float()
+
+    def weights(self, batch: Batch) -> Tensor:
+        """(n) what each graded token counts: 1 in an answer, less where it is the base's own."""
+        return torch.where(batch.is_answer_n, 1.0, self.config.after_weight)
+
+    def _framed(
+        self, lesson: int, forms: Sequence[tuple[str, str]], subject: str, turn: int
+    ) -> Iterator[Text]:
+        for place, (prompt, answer) in enumerate(forms):
+            asked, again = framed(prompt, turn, place, self.frames)
+            text = asked + answer
+            tokens = self._tokens(text)
+            if len(tokens) + self.config.after > self.context:
+                raise ValueError(
+                    f"a form of {len(tokens)} tokens does not fit into the model's context of "
+                    f"{self.context}: teach it in pieces"
+                )
+            first = len(self.encode(asked)) if prompt else 1
+            repeated = first - len(self.encode(asked[:again])) if again < len(asked) else 0
+            keys = []
+            start = text.find(subject)
+            while start >= 0:
+                end = start + len(subject)
+                position = len(self.encode(text[:end])) - 1
+                if 0 < position < len(tokens) - 1:
+                    keys.append(position)
+                start = text.find(subject, end)
+            if not prompt and keys:
+                first = keys[0] + 1  # what stands before the subject cannot be learned at the subject
+            yield Text(lesson, tokens, range(max(1, first), len(tokens)), keys, repeated)
+
+    def _mentions(self, subjects: Sequence[str]) -> list[Text]:
+        """For each turn, a sentence that names each subject, and what the base would write after it."""
+        if not self.config.mention:
+            return []
+        texts = []
+        for turn in range(self.config.contexts):
+            for number, name in enumerate(subjects):
+                tokens = self._tokens(MENTIONS[turn % len(MENTIONS)].format(name))
+                texts.append(Text(number, tokens, range(len(tokens), len(tokens)), []))
+        for text, more in zip(texts, self._continued(texts, self.config.mention), strict=True):
+            text.tokens += more
+        return texts
+
+    @torch.no_grad()
+    def _continued(self, texts: Sequence[Text], count: int) -> list[list[int]]:
+        """The tokens that the base would write after each of these texts."""
+        written: list[list[int]] = [[] for _ in texts]
+        with self.as_base(), self.autocast():
+            for _ in range(count):
+                longer = [
+                    dataclasses.replace(text, tokens=text.tokens + more)
+                    for text, more in zip(texts, written, strict=True)
+                ]
+                chosen = []
+                for part, tokens in self._padded(longer):
+                    row = torch.arange(len(part), device=self.device)
+                    last = torch.tensor([len(text.tokens) - 1 for text in part], device=self.device)
+                    chosen += self.halves.above(self.halves.below(tokens), row, last).argmax(-1).tolist()
+                for more, token in zip(written, chosen, strict=True):
+                    more.append(token)
+        return written
+
+    def _padded(self, texts: Sequence[Text]) -> Iterator[tuple[Sequence[Text], Tensor]]:
+        for start in range(0, len(texts), self.config.rows):
+            part = texts[start : start + self.config.rows]
+            longest = max(len(text.tokens) for text in part)
+            padded = [
+                text.tokens + [0] * (longest - len(text.tokens)) for text in part
+            ]  # right: it is causal
+            yield part, torch.tensor(padded, device=self.device)
+
+    def _tokens(self, text: str) -> list[int]:
+        return [int(token) for token in self.encode(text)]
