@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attractor.layer import APN, LOCAL_ROLES, PATCH_ROLES, ROLES, check_roles, mode
+from attractor.layer import APN, LOCAL_ROLES, PATCH_ROLES, ROLES, check_roles
+from attractor.lm import mode
 from attractor.model import GPT
 from attractor.moe import MoE
 

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from attractor.distributed import World
+from attractor.lm import TrainableModel
 from attractor.model import GPT
 from attractor.tokenizer import Tokenizer, load
 
@@ -141,8 +142,8 @@ def find_model(path: str | Path) -> Path:
 
 
 def load_model(
-    path: str | Path, *, device: torch.device | str = "cpu", model: GPT | None = None
-) -> tuple[Path, GPT, Tokenizer | None]:
+    path: str | Path, *, device: torch.device | str = "cpu", model: TrainableModel | None = None
+) -> tuple[Path, TrainableModel, Tokenizer | None]:
     """Where a run, a checkpoint or a saved model was found, the model, and its tokenizer if it has one.
 
     With a `model` none is read: only what was saved beside it, such as the state of a learner.

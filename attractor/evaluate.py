@@ -12,13 +12,13 @@ from torch.nn import functional as F
 
 from attractor.data import windows
 from attractor.distributed import World
-from attractor.layer import RoutingStats, mode
-from attractor.model import GPT
+from attractor.layer import RoutingStats
+from attractor.lm import LanguageModel, TrainableModel, mode
 
 
 @torch.no_grad()
 def evaluate(
-    model: GPT,
+    model: LanguageModel,
     tokens: np.ndarray,
     *,
     batch_size: int = 64,
@@ -31,7 +31,7 @@ def evaluate(
     of `world` share the windows of each batch.
     """
     world = world or World()
-    device = model.embedding.weight.device
+    device = model.device
     total, count = 0.0, 0
     with mode(model, training=False):
         for inputs, targets, number in windows(tokens, model.config.context, batch_size):
@@ -49,14 +49,14 @@ def evaluate(
 
 @torch.no_grad()
 def token_losses(
-    model: GPT,
+    model: LanguageModel,
     tokens: np.ndarray,
     *,
     batch_size: int = 64,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
 ) -> Tensor:
     """(n - 1) the loss of each token but the first, in the windows of `evaluate`."""
-    device, found = model.embedding.weight.device, []
+    device, found = model.device, []
     with mode(model, training=False):
         for inputs, targets, _ in windows(tokens, model.config.context, batch_size):
             with autocast():
@@ -67,7 +67,7 @@ def token_losses(
 
 @torch.no_grad()
 def routing(
-    model: GPT,
+    model: TrainableModel,
     tokens: np.ndarray,
     *,
     batch_size: int = 64,
@@ -77,7 +77,7 @@ def routing(
 
     The two regularisers are means over batches.
     """
-    device = model.embedding.weight.device
+    device = model.device
     parts: dict[int, list[RoutingStats]] = defaultdict(list)
     with mode(model, training=False):
         for inputs, _, _ in windows(tokens, model.config.context, batch_size):

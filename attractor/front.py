@@ -116,7 +116,7 @@ class Model:
         tokens = torch.as_tensor(self.tokenizer.encode(prompt), dtype=torch.long)
         if not len(tokens):
             raise ValueError("the prompt is empty: give some text to go on from")
-        tokens = tokens[None].to(self.model.embedding.weight.device)
+        tokens = tokens[None].to(self.model.device)
         for token in generate(self.model, tokens, max_tokens=max_tokens, **settings):
             if int(token) in getattr(self.tokenizer, "ends", ()):
                 return

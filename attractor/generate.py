@@ -1,4 +1,4 @@
-"""Sampling from a GPT, token by token, with a KV cache.
+"""Sampling from a language model, token by token, with a KV cache.
 
 for token in generate(model, prompt_tokens, max_tokens=200, temperature=0.8, top_k=40, seed=0): ...
 """
@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from attractor.config import check_number, check_size
-from attractor.layer import mode
-from attractor.model import GPT
+from attractor.lm import LanguageModel, mode
 
 
 def generate(
-    model: GPT,
+    model: LanguageModel,
     prompt: Tensor,
     *,
     max_tokens: int = 200,
@@ -49,9 +48,14 @@ def check_settings(max_tokens: int, temperature: float, top_k: int | None, top_p
 
 @torch.no_grad()
 def _generate(
-    model: GPT, prompt: Tensor, max_tokens: int, temperature: float, top_k: int | None, top_p: float | None,
+    model: LanguageModel,
+    prompt: Tensor,
+    max_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
     random: torch.Generator,
-) -> Iterator[Tensor]:  # fmt: skip
+) -> Iterator[Tensor]:
     context = model.config.context
     text, unread, cache = prompt, prompt[:, -context:], model.new_cache(len(prompt))
     for _ in range(max_tokens):

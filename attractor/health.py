@@ -8,7 +8,7 @@ import numpy as np
 
 from attractor import monitor
 from attractor.evaluate import routing
-from attractor.model import GPT
+from attractor.lm import TrainableModel
 
 COLUMNS = {
     "patches": "num_patches",
@@ -25,7 +25,7 @@ COLUMNS = {
 }
 
 
-def measure(model: GPT, texts: dict[str, np.ndarray]) -> dict[str, Any]:
+def measure(model: TrainableModel, texts: dict[str, np.ndarray]) -> dict[str, Any]:
     """For every text and APN layer the paper's metrics; for two texts also how much patches they share."""
     if not model.apn_layers():
         raise ValueError("the model has no APN layers: there is no routing to look at")

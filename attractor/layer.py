@@ -4,7 +4,6 @@ the mathematics is in `attractor.ops`."""
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, Self, overload
 
 import torch
@@ -51,18 +50,6 @@ def check_roles(roles: Iterable[str]) -> None:
 
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-
-
-@contextmanager
-def mode(module: nn.Module, *, training: bool) -> Iterator[None]:
-    """`module.train(training)` for a while; then every part has its own mode again."""
-    before = [(part, part.training) for part in module.modules()]
-    module.train(training)
-    try:
-        yield
-    finally:
-        for part, was_training in before:
-            part.training = was_training
 
 
 class RoutingStats(NamedTuple):

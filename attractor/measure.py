@@ -76,7 +76,7 @@ def train_and_measure(
 def random_batch_loss(model: GPT, dataset: Dataset, config: RunConfig, *, batches: int) -> float:
     """The paper's evaluator: the mean over random validation batches."""
     model.eval()
-    device = model.embedding.weight.device
+    device = model.device
     source = Batches(dataset.val, config.train.batch_size, config.model.context, seed=0)
     total = 0.0
     for _ in range(batches):

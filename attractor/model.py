@@ -10,8 +10,9 @@ h' = h + Attention(Norm(h));  y = h' + FFN(Norm(h')).
 import copy
 import dataclasses
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal, Self, overload
+from typing import Literal, Self, cast, overload
 
 import torch
 from safetensors import SafetensorError
@@ -239,7 +240,8 @@ class GPT(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.positions = nn.Embedding(config.context, config.dim)
-        self.blocks = nn.ModuleList(Block(config, layer, backend) for layer in range(config.num_layers))
+        blocks = nn.ModuleList(Block(config, layer, backend) for layer in range(config.num_layers))
+        self.blocks = cast(Sequence[Block], blocks)  # torch's list does not say what it holds
         self.norm = nn.LayerNorm(config.dim, bias=config.bias)  # the head is the embedding, transposed
         self.reset_parameters()
 
@@ -297,6 +299,10 @@ class GPT(nn.Module):
     def new_row(self) -> RaggedCache:
         """For a text that others may join: see `attractor.serve.lanes`."""
         return RaggedCache()
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.weight.device
 
     def apn_layers(self) -> dict[int, APN]:
         """Layer number -> APN layer, for whoever freezes, monitors or adapts them."""

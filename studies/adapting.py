@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from attractor.continual.overlay import fingerprint
 from attractor.continual.update import NotFiniteUpdate
 from attractor.data import Batches, Dataset
 from attractor.evaluate import autocast, evaluate, routing, token_losses
+from attractor.lm import LanguageModel, TrainableModel
 from attractor.measure import train_and_measure
 from attractor.model import GPT
 from attractor.tokenizer import ByteTokenizer
@@ -92,18 +93,18 @@ class Meter:
         self.base, self.texts = base, dict(texts)
 
     def cast(self) -> AbstractContextManager:
-        return autocast(self.base.embedding.weight.device, "auto")
+        return autocast(self.base.device, "auto")
 
-    def losses(self, model: GPT, name: str) -> np.ndarray:
+    def losses(self, model: LanguageModel, name: str) -> np.ndarray:
         return token_losses(model, self.texts[name], autocast=self.cast).double().cpu().numpy()
 
-    def measure(self, model: GPT) -> dict[str, dict[str, Any]]:
+    def measure(self, model: LanguageModel) -> dict[str, dict[str, Any]]:
         """For every text the mean loss, and that of each block."""
         return {name: blocks(self.losses(model, name)) for name in self.texts}
 
-    def guarded(self, model: GPT) -> GPT:
+    def guarded(self, model: LanguageModel) -> Guard:
         guard = Guard({"base": self.base, "adapted": model})
-        return cast(GPT, guard.to(self.base.embedding.weight.device).eval())
+        return guard.to(self.base.device).eval()
 
 
 def blocks(losses: np.ndarray) -> dict[str, Any]:
@@ -126,7 +127,7 @@ def adapt(settings: Settings, folder: Path) -> Values:
     trajectory: list[dict[str, Any]] = []
     looks: list[dict[str, dict[str, Any]]] = []
     best: dict[str, Any] = {"validation": math.inf}
-    kept: GPT | None = None
+    kept: TrainableModel | None = None
 
     def look(step: int) -> None:
         nonlocal best, kept
@@ -165,14 +166,14 @@ def adapt(settings: Settings, folder: Path) -> Values:
         "seconds": course.seconds,
         "tokens": steps * plan.batch_size * base.config.context,
         "base_unchanged": fingerprint(base) == before_hash,
-        "bound": cast(Guard, guard).bound(base.config.context) / base.config.context,
+        "bound": guard.bound(base.config.context) / base.config.context,
         "routing": usage(base, kept, old, new),
     }
 
 
 def situation(plan: Plan, settings: Settings, base: GPT, old: Mapping[str, Text]) -> Situation:
     """The old text that a method may keep is spread evenly over each domain of it."""
-    context, device = base.config.context, base.embedding.weight.device
+    context, device = base.config.context, base.device
     by_domain = []
     for text in old.values():
         starts = np.linspace(0, len(text.train) - context - 1, plan.memory // len(old)).astype(np.int64)
@@ -198,7 +199,7 @@ def sizes(adapter: Adapter, base: GPT) -> dict[str, int]:
     return {"changed": changed, "bytes": 4 * changed}
 
 
-def usage(base: GPT, adapted: GPT, old: Mapping[str, Text], new: Text) -> dict[str, Any] | None:
+def usage(base: GPT, adapted: TrainableModel, old: Mapping[str, Text], new: Text) -> dict[str, Any] | None:
     """How the patches are used: by A and by B, before and after."""
     if not base.apn_layers():
         return None

@@ -4,7 +4,7 @@ import math
 import statistics
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,8 +16,7 @@ from attractor.continual.overlay import Branch, fingerprint
 from attractor.data import Batches
 from attractor.evaluate import autocast, evaluate
 from attractor.generate import sample
-from attractor.layer import mode
-from attractor.model import GPT
+from attractor.lm import LanguageModel, mode
 from studies.adapting import situation
 from studies.grid import Settings, Values
 from studies.learning import Course, scheduled
@@ -43,7 +42,7 @@ def harm(settings: Settings, folder: Path) -> Values:
         branch = Branch(base, roles=PAPER_ROLES, attention="whole", also=("embedding", "norms"))
         guard = Guard({"base": base, "harmful": branch.model}).to(device)
         _spoil(name, branch, guard, text.train, plan, settings["seed"])
-        after = evaluate(cast(GPT, guard), text.test, autocast=cast_)
+        after = evaluate(guard, text.test, autocast=cast_)
         found[name] = {
             "alone": evaluate(branch.model, text.test, autocast=cast_),
             "guarded": after,
@@ -75,7 +74,7 @@ def _spoil(name: str, branch: Branch, guard: Guard, train: np.ndarray, plan: Pla
     for parameter in own:
         parameter.requires_grad_(True)
     optimizer = torch.optim.AdamW(own, lr=1e-3, weight_decay=0.0)
-    device = branch.model.embedding.weight.device
+    device = branch.model.device
 
     def ascend(number: int, inputs: Tensor, targets: Tensor) -> float:
         with mode(victim, training=False), autocast(device, "auto"):
@@ -115,7 +114,7 @@ def speed(settings: Settings, folder: Path) -> Values:
         prompt = torch.from_numpy(new.test[start : start + prompt_length])[None].to(device)
         for name, model in (("guarded", guard), ("alone", adapter.model)):
             cache = model.new_cache(1)
-            rates, settled = _write(cast(GPT, model), cache, prompt, context - prompt_length - 1)
+            rates, settled = _write(model, cache, prompt, context - prompt_length - 1)
             if number:  # the first round warms up
                 found[name] += rates
                 if name == "guarded":
@@ -132,7 +131,7 @@ def speed(settings: Settings, folder: Path) -> Values:
 
 
 @torch.no_grad()
-def _write(model: GPT, cache: Any, prompt: Tensor, count: int) -> tuple[list[float], int | None]:
+def _write(model: LanguageModel, cache: Any, prompt: Tensor, count: int) -> tuple[list[float], int | None]:
     """Seconds of each token; of a guard, once somebody has rested. And after how many tokens that began."""
     random = torch.Generator(prompt.device).manual_seed(0)
     watched = hasattr(cache, "at_rest")
@@ -152,9 +151,9 @@ def _write(model: GPT, cache: Any, prompt: Tensor, count: int) -> tuple[list[flo
 
 
 @torch.no_grad()
-def _both_paths(guard: Guard, alone: GPT, text: np.ndarray, context: int) -> float:
+def _both_paths(guard: Guard, alone: LanguageModel, text: np.ndarray, context: int) -> float:
     """The same ratio while nobody rests: what the guard costs before the text has settled."""
-    tokens = torch.from_numpy(text[: context // 2])[None].to(alone.embedding.weight.device)
+    tokens = torch.from_numpy(text[: context // 2])[None].to(alone.device)
     pause, guard.pause = guard.pause, 0.0
     times: dict[str, list[float]] = {"guard": [], "alone": []}
     for _ in range(3):

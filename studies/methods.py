@@ -8,10 +8,10 @@ that is one line, `Guard({"base": base, "adapted": adapter.model})`, and so ever
 """
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -23,7 +23,8 @@ from attractor.continual.learner import OnlineLearner
 from attractor.continual.overlay import Branch
 from attractor.data import Batch
 from attractor.evaluate import autocast
-from attractor.model import GPT, Block
+from attractor.lm import TrainableModel
+from attractor.model import GPT
 
 CLIP = 1.0
 """On the norm of gradients, the same for every method."""
@@ -42,7 +43,7 @@ class Situation:
     seed: int = 0
 
     def cast(self) -> AbstractContextManager:
-        return autocast(self.base.embedding.weight.device, "auto")
+        return autocast(self.base.device, "auto")
 
     def options(self) -> dict[str, Any]:
         return {"learning_rate": self.rate, "clip_norm": CLIP, "dropout": False, "autocast": self.cast}
@@ -71,7 +72,7 @@ class Adapter:
     """A method at work."""
 
     method: Steps
-    model: GPT
+    model: TrainableModel
     trained: int
     extra_bytes: int = 0  # kept while learning, beside weights and optimizer: memories, Fisher information
     branch: Branch | None = None
@@ -106,7 +107,7 @@ def _fine_tune(train: Any) -> Any:
 
 def _blocks_without_norms(model: GPT, s: Situation) -> FineTune:
     """What an overlay of patches and attention trains, in a dense model: no embedding, no norms."""
-    parts = [part for block in cast(Iterable[Block], model.blocks) for part in (block.attention, block.ffn)]
+    parts = [part for block in model.blocks for part in (block.attention, block.ffn)]
     return FineTune(model, [p for part in parts for p in part.parameters()], **s.options())
 
 

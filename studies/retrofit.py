@@ -12,7 +12,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from attractor.continual.guard import Guard
 from attractor.data import read_text
 from attractor.distributed import parse_device
 from attractor.evaluate import autocast, token_losses
-from attractor.model import GPT
 from attractor.results import write_result
 from studies.adapting import blocks
 from studies.grid import Inquiry, Report, Settings, Values, ask_each, origins, run_inquiries
@@ -106,7 +105,7 @@ def adapt(settings: Settings, folder: Path) -> Values:
         evaluations=plan["evaluations"],
         seed=settings["seed"],
     )
-    guard = Guard({"base": cast(GPT, pristine), "adapted": cast(GPT, learner)}).to(device).eval()
+    guard = Guard({"base": pristine, "adapted": learner}).to(device).eval()
     bound = guard.bound(plan["context"]) / plan["context"]
     measured = {"before": losses(pristine), "alone": losses(learner), "guarded": losses(guard)}
     size = sum(parameter.numel() for parameter in pristine.parameters())

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from attractor.continual.overlay import fingerprint
 from attractor.continual.update import NotFiniteUpdate
 from attractor.data import windows
 from attractor.evaluate import evaluate, token_losses
+from attractor.lm import LanguageModel
 from attractor.model import GPT
 from studies.adapting import Meter, situation, sizes
 from studies.grid import Settings, Values
@@ -66,7 +67,7 @@ class Online:
             self.seen += targets.numel()
         return "the model"
 
-    def predictor(self) -> GPT:
+    def predictor(self) -> LanguageModel:
         return self.adapter.model
 
     def described(self) -> dict[str, Any]:
@@ -95,8 +96,8 @@ class Guarded:
         """It remembers what came before: the last token, the next piece's first, comes with that one."""
         return self.learner.observe(piece[:-1], source=None).source or "nobody yet"
 
-    def predictor(self) -> GPT:
-        return cast(GPT, self.learner.guard)
+    def predictor(self) -> LanguageModel:
+        return self.learner.guard
 
     def described(self) -> dict[str, Any]:
         told = self.learner.overlays()
@@ -112,7 +113,7 @@ class Copy:
     usual: tuple[domains.Usual, ...] = ()
 
     @property
-    def model(self) -> GPT:
+    def model(self) -> LanguageModel:
         return self.online.predictor()
 
 
@@ -137,7 +138,7 @@ class GuardedCopies:
         self.totals = Totals()
         self.unclaimed: list[np.ndarray] = []
 
-    def losses(self, path: GPT, tokens: np.ndarray) -> Tensor:
+    def losses(self, path: LanguageModel, tokens: np.ndarray) -> Tensor:
         return token_losses(path, tokens, autocast=self.autocast)
 
     def taken(self) -> set[str]:
@@ -158,10 +159,10 @@ class GuardedCopies:
     def learn(self, piece: np.ndarray) -> str:
         return domains.observe(self, piece).source or "nobody yet"
 
-    def predictor(self) -> GPT:
+    def predictor(self) -> LanguageModel:
         paths = {BASE: self.base} | {name: held.model for name, held in self.sources.items()}
         guard = Guard(paths, prior=self.config.prior, pause=self.config.pause)
-        return cast(GPT, guard.to(self.base.embedding.weight.device).eval())
+        return guard.to(self.base.device).eval()
 
     def described(self) -> dict[str, Any]:
         return {

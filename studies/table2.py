@@ -88,7 +88,7 @@ class Row(NamedTuple):
 
 
 def cast_of(model: GPT) -> Callable[[], AbstractContextManager]:
-    return lambda: autocast(model.embedding.weight.device, "auto")
+    return lambda: autocast(model.device, "auto")
 
 
 def _fine_tune(choose: Callable[[GPT], Any]) -> Callable[[GPT, float], tuple[Method, int]]:

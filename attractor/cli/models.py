@@ -6,7 +6,7 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
 import torch
 import tyro
@@ -17,6 +17,7 @@ from attractor.cli.common import INTERRUPTED, dataset_of, progress_bar
 from attractor.config import RunConfig
 from attractor.continual.guarded import GuardedLearner
 from attractor.generate import generate
+from attractor.lm import LanguageModel
 from attractor.model import GPT
 from attractor.tokenizer import load as load_tokenizer
 from attractor.trainer import Trainer
@@ -80,7 +81,7 @@ class Sample:
         folder, device = find_model(self.run_folder), distributed.parse_device(self.device)
         tokenizer = load_tokenizer(folder / "tokenizer.json")
         if (folder / "guard.json").is_file():  # what was learned lies beside the base
-            model = cast(GPT, GuardedLearner.load(folder, device=device).guard)
+            model: LanguageModel = GuardedLearner.load(folder, device=device).guard
         else:
             model = GPT.from_pretrained(folder, device=device)
         tokens = torch.from_numpy(tokenizer.encode(self.prompt))[None].to(device)

@@ -16,7 +16,7 @@ from attractor import distributed
 from attractor.cli.common import known_tokens, validation_text
 from attractor.continual.config import AlsoName, AttentionName, GuardConfig, LearnConfig, UpdateConfig
 from attractor.continual.guarded import GuardedLearner
-from attractor.model import GPT
+from attractor.lm import TrainableModel
 from attractor.serve.journal import SyncName
 from attractor.serve.rules import Rules
 from attractor.serve.service import Limits, Service
@@ -131,7 +131,7 @@ class Serve:
             )
         return learner
 
-    def _retrofit(self, device: Any) -> tuple[GPT, Any]:
+    def _retrofit(self, device: Any) -> tuple[TrainableModel, Any]:
         from attractor import load_retrofit
         from attractor.hf import CausalLM
         from attractor.hf.pretrained import load_pretrained
@@ -144,7 +144,7 @@ class Serve:
             raise ValueError(f"{self.run_folder} does not say which model it belongs to: give --model")
         model, tokenizer = load_pretrained(source, device=device)
         net = load_retrofit(model, self.run_folder / "adapter")
-        return cast(GPT, CausalLM(net, context=self.context)), tokenizer
+        return CausalLM(net, context=self.context), tokenizer
 
     def _canaries(self, learner: GuardedLearner) -> dict[str, np.ndarray]:
         most = 64 * learner.base.config.context

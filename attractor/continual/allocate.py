@@ -16,7 +16,8 @@ from torch import Tensor
 from attractor import ops
 from attractor.continual.config import AllocationConfig
 from attractor.continual.update import Undo, write_rows
-from attractor.layer import APN, mode
+from attractor.layer import APN
+from attractor.lm import mode
 
 
 class Allocation(NamedTuple):

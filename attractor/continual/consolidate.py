@@ -22,7 +22,7 @@ from attractor.continual.baselines.lora import LowRank
 from attractor.continual.gates import Surprise
 from attractor.continual.overlay import fingerprint
 from attractor.evaluate import evaluate, perplexity
-from attractor.model import GPT
+from attractor.lm import TrainableModel
 
 if TYPE_CHECKING:
     from attractor.continual.guarded import GuardedLearner, Source
@@ -35,7 +35,7 @@ class Consolidation:
     learner: "GuardedLearner"
     name: str
     figures: dict[str, tuple[float, float]]
-    base: GPT
+    base: TrainableModel
     base_hash: str
     sources: "dict[str, Source]"
 
@@ -110,21 +110,21 @@ def consolidate(
 
 
 @torch.no_grad()
-def merged(model: GPT) -> GPT:
+def merged(model: TrainableModel) -> TrainableModel:
     """A model of its own: no memory shared, low-rank deltas in the weights they stand beside."""
-    model = copy.deepcopy(model)
-    for owner in list(model.modules()):
+    own: Any = copy.deepcopy(model)
+    for owner in list(own.modules()):
         for name, adapter in list(owner.named_children()):
             if isinstance(adapter, LowRank):
                 adapter.linear.weight = nn.Parameter(adapter.linear.weight.detach().clone())
                 adapter.merge()
                 setattr(owner, name, adapter.linear)
-    model.config = model.config_now()
-    return model.requires_grad_(False).eval()
+    own.config = own.config_now()
+    return own.requires_grad_(False).eval()
 
 
 @torch.no_grad()
-def _moved(learner: "GuardedLearner", base: GPT, base_hash: str, held: "Source") -> "Source":
+def _moved(learner: "GuardedLearner", base: TrainableModel, base_hash: str, held: "Source") -> "Source":
     """The same path over the new base."""
     branch = learner._branch(base, base_hash)
     theirs = dict(held.branch.model.named_parameters())

@@ -19,7 +19,7 @@ from attractor.continual.config import GuardConfig
 from attractor.continual.gates import Surprise
 from attractor.continual.guard import BASE
 from attractor.continual.lesson import Observation, Totals
-from attractor.model import GPT
+from attractor.lm import LanguageModel
 
 log = logging.getLogger("attractor")
 
@@ -53,21 +53,22 @@ class Path(Protocol):
     @property
     def usual(self) -> tuple[Usual, ...]: ...
     @property
-    def model(self) -> GPT: ...
+    def model(self) -> LanguageModel: ...
 
 
 class Paths(Protocol):
     """What has to be known of a learner."""
 
-    base: GPT
     usual: Surprise  # of the base
     config: GuardConfig
     totals: Totals
     unclaimed: list[np.ndarray]
 
     @property
+    def base(self) -> LanguageModel: ...
+    @property
     def sources(self) -> Mapping[str, Path]: ...
-    def losses(self, path: GPT, tokens: np.ndarray) -> Tensor: ...
+    def losses(self, path: LanguageModel, tokens: np.ndarray) -> Tensor: ...
     def observe(self, text: np.ndarray, source: str) -> Observation: ...
     def archived(self) -> Iterator[tuple[str, Path]]:
         """Overlays that had to make room, one after the other."""

@@ -13,15 +13,14 @@ proof, and what it does not promise, is in docs/bounded-forgetting.md.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from attractor.config import check_number, check_probability, check_size
 from attractor.continual.together import MOST_TOKENS, Together
-from attractor.model import GPT, KVCache
+from attractor.lm import Cache, LanguageModel, Sizes
 
 BASE = "base"
 
@@ -37,7 +36,7 @@ class Guard(nn.Module):
 
     def __init__(
         self,
-        paths: Mapping[str, GPT],
+        paths: Mapping[str, LanguageModel],
         *,
         prior: float = 0.5,
         window: int | None = None,
@@ -62,7 +61,8 @@ class Guard(nn.Module):
         if pause and switch_rate:
             raise ValueError("pause needs switch_rate=0: sharing never lets a path count so little")
         self.names = [BASE, *(name for name in paths if name != BASE)]
-        self.paths = nn.ModuleList(paths[name] for name in self.names)
+        self.paths: Sequence[LanguageModel]
+        self.paths = nn.ModuleList(paths[name] for name in self.names)  # type: ignore[assignment, misc]
         self.window = base.config.context if window is None else window
         self.switch_rate, self.pause = switch_rate, pause
         if pause >= self.window:
@@ -73,12 +73,12 @@ class Guard(nn.Module):
         self.register_buffer("log_prior", torch.tensor(shares, dtype=torch.float64).log(), persistent=False)
 
     @property
-    def config(self) -> Any:
+    def config(self) -> Sizes:
         return self.paths[0].config
 
     @property
-    def embedding(self) -> nn.Module:
-        return self.paths[0].embedding  # type: ignore[return-value]
+    def device(self) -> torch.device:
+        return self.paths[0].device
 
     def bound(self, tokens: int, path: str = BASE) -> float:
         """Nats that predicting `tokens` tokens can cost more than with this path alone, at most.
@@ -125,7 +125,7 @@ class Guard(nn.Module):
     def _predictions(self, tokens: Tensor) -> Tensor:
         """(M, B, T, V) of every path; small batches as one."""
         if tokens.numel() * len(self.paths) <= MOST_TOKENS:
-            together = Together(list(self.paths))
+            together = Together(self.paths)
             if together.worthwhile:
                 return log_probabilities(together(tokens))
         return torch.stack([log_probabilities(path(tokens)) for path in self.paths])
@@ -183,8 +183,8 @@ def mixed(log_weights: Tensor, predictions: Tensor) -> Tensor:
 class Reader:
     """One path's place in a text."""
 
-    path: GPT
-    cache: KVCache
+    path: LanguageModel
+    cache: Cache
     unread: list[Tensor]  # (B, 1) tokens that came while it rested
     next: Tensor | None = None  # (B, V) its prediction after the last token it read
 
@@ -241,15 +241,14 @@ class GuardCache:
         self.guard, self.after = guard, after
         self.length = 0  # tokens in the KV caches
         self.predicted = 0  # predictions made, also by the caches before: where we are in the window
-        self.together = Together(list(guard.paths))
+        self.together = Together(guard.paths)
         if self.together.worthwhile:
             self.joint = self.together.new_cache(batch)
-            caches = self.joint.split(len(guard.paths))
+            self.parts = self.joint.split(len(guard.paths))
+            caches: Sequence[Cache] = self.parts
         else:
-            caches = [path.new_cache(batch) for path in self.together.paths]
-        self.readers = [
-            Reader(path, cache, []) for path, cache in zip(self.together.paths, caches, strict=True)
-        ]
+            caches = [path.new_cache(batch) for path in guard.paths]
+        self.readers = [Reader(path, cache, []) for path, cache in zip(guard.paths, caches, strict=True)]
         self.evidence = guard.log_prior[:, None].repeat(1, batch)  # (M, B) of this window
         self.at_rest: set[int] = set()
         self.resting = Resting(guard.pause, guard.window, guard.config.vocab_size)
@@ -294,9 +293,8 @@ class GuardCache:
         self.passes += len(self.readers)
         if not self.together.worthwhile or tokens.numel() * len(self.readers) > MOST_TOKENS:
             return torch.stack([reader.read(tokens) for reader in self.readers])
-        own = [reader.cache for reader in self.readers]
-        self.joint.length = own[0].length
-        predictions = log_probabilities(self.together(tokens, self.joint, own))
+        self.joint.length = self.parts[0].length
+        predictions = log_probabilities(self.together(tokens, self.joint, self.parts))
         for reader, prediction in zip(self.readers, predictions, strict=True):
             reader.took(prediction)
         return predictions

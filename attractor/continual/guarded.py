@@ -35,7 +35,7 @@ from attractor.continual.lesson import Observation, Text, Totals, tokens_of, who
 from attractor.continual.overlay import Archive, Branch, Overlay, fingerprint
 from attractor.evaluate import autocast, evaluate, perplexity, token_losses
 from attractor.generate import generate
-from attractor.model import GPT
+from attractor.lm import LanguageModel, TrainableModel
 from attractor.tokenizer import Tokenizer
 
 log = logging.getLogger("attractor")
@@ -56,7 +56,7 @@ class Source:
     usual: tuple[domains.Usual, ...] = ()
 
     @property
-    def model(self) -> GPT:
+    def model(self) -> TrainableModel:
         return self.branch.model
 
     @property
@@ -68,7 +68,7 @@ class Source:
 class GuardedLearner:
     def __init__(
         self,
-        model: GPT,
+        model: TrainableModel,
         tokenizer: Tokenizer | None = None,
         config: GuardConfig | None = None,
         *,
@@ -173,7 +173,7 @@ class GuardedLearner:
             else:
                 yield name, held
 
-    def losses(self, path: GPT, tokens: np.ndarray) -> Tensor:
+    def losses(self, path: LanguageModel, tokens: np.ndarray) -> Tensor:
         return token_losses(path, tokens, autocast=self._autocast)
 
     def _autocast(self) -> AbstractContextManager:
@@ -181,7 +181,7 @@ class GuardedLearner:
 
     @property
     def device(self) -> torch.device:
-        return self.base.embedding.weight.device
+        return self.base.device
 
     def _open(self, source: str) -> Source:
         """A new source, or one out of the archive; not yet one of ours."""
@@ -240,7 +240,7 @@ class GuardedLearner:
             branch.apply(overlay)
         return Source(branch, self._teacher(branch, tokens))
 
-    def _branch(self, base: GPT, base_hash: str) -> Branch:
+    def _branch(self, base: TrainableModel, base_hash: str) -> Branch:
         config = self.config
         return Branch(
             base, roles=config.learn.update.train, attention=config.attention, rank=config.attention_rank,
@@ -280,11 +280,11 @@ class GuardedLearner:
 
     def perplexity(self, text: Text) -> float:
         tokens = self.tokens_in(text)
-        return perplexity(evaluate(cast(GPT, self.guard), tokens, autocast=self._autocast))
+        return perplexity(evaluate(self.guard, tokens, autocast=self._autocast))
 
     def generate(self, prompt: str, **options: Any) -> str:
         tokens = torch.from_numpy(self.tokens_in(prompt))[None].to(self.device)
-        written = generate(cast(GPT, self.guard), tokens, **options)
+        written = generate(self.guard, tokens, **options)
         return cast(Tokenizer, self.tokenizer).decode(tokens[0].tolist() + [int(token) for token in written])
 
     def posterior(self, text: Text) -> dict[str, float]:
@@ -424,7 +424,7 @@ class GuardedLearner:
         config: GuardConfig | None = None,
         *,
         archive: str | Path | None = None,
-        model: GPT | None = None,
+        model: TrainableModel | None = None,
         device: torch.device | str = "cpu",
         precision: str = "auto",
     ) -> Self:

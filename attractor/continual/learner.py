@@ -53,8 +53,8 @@ from attractor.continual.update import (
 from attractor.data import IGNORED
 from attractor.evaluate import autocast, evaluate, perplexity, routing
 from attractor.generate import generate
-from attractor.layer import APN, mode
-from attractor.model import GPT
+from attractor.layer import APN
+from attractor.lm import TrainableModel, mode
 from attractor.tokenizer import Tokenizer
 
 TOKENS_PER_PASS = 16_384
@@ -66,7 +66,7 @@ class OnlineLearner:
 
     def __init__(
         self,
-        model: GPT,
+        model: TrainableModel,
         tokenizer: Tokenizer | None = None,
         config: LearnConfig | None = None,
         *,
@@ -123,7 +123,7 @@ class OnlineLearner:
     def _autocast(self) -> AbstractContextManager:
         return autocast(self.device, self.precision)
 
-    def release(self) -> GPT:
+    def release(self) -> TrainableModel:
         """The model, with every `requires_grad` as it was found and without our scale factor."""
         for parameter, flag in self._found.items():
             parameter.requires_grad_(flag)
@@ -418,7 +418,7 @@ class OnlineLearner:
         folder: str | Path,
         config: LearnConfig | None = None,
         *,
-        model: GPT | None = None,
+        model: TrainableModel | None = None,
         device: torch.device | str = "cpu",
         precision: str = "auto",
     ) -> Self:

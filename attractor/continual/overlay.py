@@ -11,6 +11,7 @@ all other memory. What an overlay keeps and exports is proportional to what chan
 
 import copy
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,13 +27,14 @@ from attractor.config import check_choice, check_size
 from attractor.continual.baselines.lora import LowRank
 from attractor.continual.config import AlsoName, AttentionName, check_also
 from attractor.layer import APN, PATCH_ROLES, ROLES, check_roles
-from attractor.model import GPT, Block
+from attractor.lm import TrainableModel
+from attractor.model import GPT
 from attractor.version import __version__
 
 FORMAT = 1
 
 
-def fingerprint(model: GPT) -> str:
+def fingerprint(model: TrainableModel) -> str:
     """A hash of a model's configuration and of every name, type, shape and byte of its weights."""
     return tensors_hash(model.state_dict(), model.config_now().to_json())
 
@@ -150,7 +152,7 @@ class Branch:
 
     def __init__(
         self,
-        base: GPT,
+        base: TrainableModel,
         *,
         roles: Sequence[str] = (),
         attention: AttentionName = "off",
@@ -200,11 +202,11 @@ class Branch:
         if "embedding" in self.also:
             yield "embedding.weight"
         if "norms" in self.also:
-            ours = [*(f"blocks.{number}.norm_" for number in range(len(self.model.blocks))), "norm."]
-            yield from (n for n, _ in self.model.named_parameters() if n.startswith(tuple(ours)))
+            ours = re.compile(r"blocks\.\d+\.norm_|norm\.")
+            yield from (n for n, _ in self.model.named_parameters() if ours.match(n))
 
     def _attention(self) -> Iterator[tuple[str, nn.Module, str]]:
-        for number, block in enumerate(cast(list[Block], self.model.blocks)):
+        for number, block in enumerate(self.model.blocks if isinstance(self.model, GPT) else ()):
             for name in ("qkv", "out"):
                 yield f"blocks.{number}.attention.{name}", block.attention, name
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attractor.model import GPT, Block, KVCache
+from attractor.lm import LanguageModel
+from attractor.model import GPT, KVCache
 
 MOST_TOKENS = 16_384
 """With more tokens, of all paths together, one batch saves no time and takes more memory."""
@@ -23,19 +24,18 @@ class Together:
     What is shared is looked up once: build it anew when the paths' memory may have changed.
     """
 
-    def __init__(self, paths: Sequence[nn.Module]) -> None:
-        self.paths = cast(Sequence[GPT], paths)
-        self.worthwhile = len(paths) > 1 and all(type(path) is GPT for path in paths)
+    def __init__(self, paths: Sequence[LanguageModel]) -> None:
+        self.paths = [path for path in paths if isinstance(path, GPT) and type(path).forward is GPT.forward]
+        self.worthwhile = len(self.paths) == len(paths) > 1
         if not self.worthwhile:
             return
-        blocks = [cast(Sequence[Block], path.blocks) for path in self.paths]
         kinds = [
             (p.config.dim, p.config.num_heads, p.config.num_layers, p.config.dropout) for p in self.paths
         ]
         self.worthwhile = len(set(kinds)) == 1
         parts = [
             [[getattr(block, name) for block in same] for name in ("norm_1", "attention", "norm_2", "ffn")]
-            for same in zip(*blocks, strict=False)
+            for same in zip(*(path.blocks for path in self.paths), strict=False)
         ]
         self.blocks = [[(parallel, _same_memory(parallel)) for parallel in block] for block in parts]
         self.inputs = [nn.ModuleList([path.embedding, path.positions]) for path in self.paths]

@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -118,7 +118,7 @@ def adaptation(models: dict[str, GPT], dataset: Dataset, tokens: int) -> dict[st
     ways = {
         "Dense, fine-tuned": (models["dense"], dense.model),
         "APN, overlay alone": (models["apn"], learner.sources["new"].branch.model),
-        "APN, guarded": (models["apn"], cast(GPT, learner.guard)),
+        "APN, guarded": (models["apn"], learner.guard),
     }
     domains = {"old": np.asarray(dataset.val), "new": new}
     rows = {

@@ -17,7 +17,8 @@ from attractor.continual.allocate import Allocation, Allocator
 from attractor.continual.config import AllocationConfig
 from attractor.continual.update import Undo
 from attractor.hf.net import Retrofit
-from attractor.layer import APN, PATCH_ROLES, ROLES, RoutingStats, mode, warmup_factor
+from attractor.layer import APN, PATCH_ROLES, ROLES, RoutingStats, warmup_factor
+from attractor.lm import mode
 
 TOKENS = 1024
 """So many tokens of the last batch are kept, for the log and to see what is new."""

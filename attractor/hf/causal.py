@@ -1,4 +1,4 @@
-"""A retrofitted model as the tools of this package know models: the interface of `attractor.model.GPT`.
+"""A retrofitted model as the tools of this package know models: a `TrainableModel`.
 
 model = CausalLM(net, context=512)
 evaluate(model, tokens); generate(model, prompt); OnlineLearner(model); Branch(model)
@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 from pathlib import Path
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -90,14 +90,6 @@ def _theirs() -> tuple[Any, Any]:
     return Cache, Layer
 
 
-class Block(nn.Module):
-    """The name of an APN layer: the tools know the parameters of layer N as blocks.N.ffn.*."""
-
-    def __init__(self, ffn: APN) -> None:
-        super().__init__()
-        self.ffn = ffn
-
-
 class CausalLM(nn.Module):
     """The model with one of its retrofits (default: the one in use), or with none.
 
@@ -118,11 +110,11 @@ class CausalLM(nn.Module):
         if longest is not None and context > longest:
             raise ValueError(f"context={context} is more than the model's {longest} positions")
         self.name = net.active if name is IN_USE else name
-        layers = {} if self.name is None else net.apn_layers(self.name)
-        # first, so that their parameters have these names and not those in the model
-        self.blocks = nn.ModuleDict({str(number): Block(layer) for number, layer in layers.items()})
-        self.base = net.model
         self._net = (net,)  # not a child: its state dict has no base
+        # before the base, so that parameters have the names that a `TrainableModel` gives them
+        blocks = {str(number): nn.ModuleDict({"ffn": layer}) for number, layer in self.apn_layers().items()}
+        self.blocks = nn.ModuleDict(blocks)
+        self.base = net.model
         self.config = CausalConfig(vocab_size=own.vocab_size, context=context)
 
     @property
@@ -130,8 +122,8 @@ class CausalLM(nn.Module):
         return self._net[0]
 
     @property
-    def embedding(self) -> nn.Module:
-        return self.base.get_input_embeddings()
+    def device(self) -> torch.device:
+        return self.base.get_input_embeddings().weight.device
 
     @overload
     def forward(
@@ -168,7 +160,8 @@ class CausalLM(nn.Module):
         return RaggedRows()
 
     def apn_layers(self) -> dict[int, APN]:
-        return {int(number): cast(Block, block).ffn for number, block in self.blocks.items()}
+        """Number of the block -> APN layer of the retrofit."""
+        return {} if self.name is None else self.net.apn_layers(self.name)
 
     def num_parameters(self, *, positions: bool = False) -> int:
         """All parameters, those of positions too: not every base has them apart."""

@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from attractor.layer import APN, mode
+from attractor.layer import APN
+from attractor.lm import mode
 
 LAST = ("decoder", "decoder_base", "offset_out")
 """The parameters of a layer that its update is linear in."""

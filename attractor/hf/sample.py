@@ -11,7 +11,8 @@ from torch.nn import functional as F
 from attractor import ops
 from attractor.hf.find import Place
 from attractor.hf.site import check_arguments, check_output
-from attractor.layer import APN, mode
+from attractor.layer import APN
+from attractor.lm import mode
 
 Sample = Tensor | Sequence[str]
 

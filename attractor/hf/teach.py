@@ -9,7 +9,7 @@ before something goes wrong.
 import math
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +20,7 @@ from attractor.config import check_number, check_size
 from attractor.data import Batches
 from attractor.evaluate import autocast, evaluate
 from attractor.hf.causal import CausalLM
-from attractor.layer import mode
-from attractor.model import GPT
+from attractor.lm import mode
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -55,7 +54,7 @@ def teach(
     learning = list(parameters)
     if not learning:
         raise ValueError("nothing of the model can learn: use a retrofit")
-    device = cast(nn.Embedding, model.embedding).weight.device
+    device = model.device
     optimizer = torch.optim.AdamW(learning, lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
     batches = Batches(train, batch_size, model.config.context, seed)
     evaluated = {round(number * steps / evaluations) for number in range(evaluations + 1)}
@@ -66,7 +65,7 @@ def teach(
         stopped = stop()
         if step in evaluated or stopped:
             loss = evaluate(
-                cast(GPT, model),
+                model,
                 validation,
                 batch_size=batch_size,
                 autocast=lambda: autocast(device, precision),

@@ -21,7 +21,7 @@ from attractor.continual import state as states
 from attractor.continual.guarded import Source
 from attractor.continual.update import Overwritten, Undo
 from attractor.layer import PATCH_ROLES, ROLES
-from attractor.model import GPT
+from attractor.lm import TrainableModel
 
 WEIGHTS = "weights/"
 MOST_BEHIND = 64
@@ -108,7 +108,7 @@ class Frame:
         own = held.branch.parameters()
         for parameter in own.values():
             shared[id(parameter)] = nn.Parameter(parameter.detach().clone(), requires_grad=False)
-        self.model: GPT = copy.deepcopy(held.branch.model, dict(shared)).eval()
+        self.model: TrainableModel = copy.deepcopy(held.branch.model, dict(shared)).eval()
         self.own: dict[str, Tensor] = {name: shared[id(p)].data for name, p in own.items()}
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         self.behind: list[Change] = []  # what happened to the source since it was copied
@@ -159,7 +159,7 @@ class Frames:
         return self.newest
 
 
-def reading_copy(base: GPT) -> GPT:
+def reading_copy(base: TrainableModel) -> TrainableModel:
     """The same weights in modules of their own: a thread that reads shares no switch with one that learns."""
     return copy.deepcopy(base, {id(parameter): parameter for parameter in base.parameters()}).eval()
 

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from attractor.continual.guard import BASE, Guard, log_probabilities
-from attractor.model import GPT, RaggedCache
+from attractor.lm import TrainableModel
+from attractor.model import RaggedCache
 from attractor.serve.evidence import Evidence
 
 PIECE = 256
@@ -31,7 +32,7 @@ class Publication:
     """A version of the weights that is never written again. Paths and settings are those of a `Guard`."""
 
     version: int
-    paths: Mapping[str, GPT]
+    paths: Mapping[str, TrainableModel]
     prior: float = 0.5
     window: int | None = None
     pause: float = 0.0
@@ -109,7 +110,7 @@ class Row:
 class Seat:
     """A row's place on one of its paths."""
 
-    def __init__(self, model: GPT, device: torch.device) -> None:
+    def __init__(self, model: TrainableModel, device: torch.device) -> None:
         self.model, self.device = model, device
         self.place = -1  # in the lane, or -1
         self.cache: RaggedCache | None = None  # own, while there is no place
@@ -145,7 +146,7 @@ def given(logits: Tensor, targets: Sequence[int]) -> Tensor:
 class Lane:
     """The rows that read with one model."""
 
-    def __init__(self, model: GPT) -> None:
+    def __init__(self, model: TrainableModel) -> None:
         self.model = model
         self.cache: RaggedCache | None = None
         self.seats: list[Seat] = []

@@ -9,7 +9,7 @@ up to the same limit.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from attractor.config import JSONConfig, check_number, check_size
 from attractor.continual.guard import Guard
 from attractor.evaluate import evaluate, perplexity
 from attractor.generate import generate
-from attractor.model import GPT
+from attractor.lm import LanguageModel
 from attractor.serve.errors import Refused
 
 SELF = "self"
@@ -50,9 +50,9 @@ class Rules(JSONConfig):
             check_size("source_tokens", self.source_tokens)
 
 
-def self_canary(base: GPT, tokens: int, seed: int = 0) -> np.ndarray:
+def self_canary(base: LanguageModel, tokens: int, seed: int = 0) -> np.ndarray:
     """What the base writes: whoever changes it beyond recognition predicts this badly."""
-    start = torch.zeros(1, 1, dtype=torch.int64, device=base.embedding.weight.device)
+    start = torch.zeros(1, 1, dtype=torch.int64, device=base.device)
     written = [int(token) for token in generate(base, start, max_tokens=tokens, seed=seed)]
     return np.array([0, *written], dtype=np.int64)
 
@@ -60,7 +60,7 @@ def self_canary(base: GPT, tokens: int, seed: int = 0) -> np.ndarray:
 class Canaries:
     """Texts that must not suffer, and what the base makes of them."""
 
-    def __init__(self, base: GPT, texts: Mapping[str, np.ndarray], rules: Rules) -> None:
+    def __init__(self, base: LanguageModel, texts: Mapping[str, np.ndarray], rules: Rules) -> None:
         self.base, self.rules = base, rules
         self.whole = dict(texts)
         for name, tokens in self.whole.items():
@@ -72,7 +72,9 @@ class Canaries:
             for size, kept in (("part", self.part), ("whole", self.whole))
         }
 
-    def measure(self, guard: Guard | None, path: GPT | None, *, whole: bool = False) -> dict[str, Any]:
+    def measure(
+        self, guard: Guard | None, path: LanguageModel | None, *, whole: bool = False
+    ) -> dict[str, Any]:
         """For every canary: its perplexity under the guard and the most it may be, and the path's drift."""
         texts, anchor = (self.whole, self.anchor["whole"]) if whole else (self.part, self.anchor["part"])
         figures: dict[str, Any] = {}
@@ -81,13 +83,15 @@ class Canaries:
             if guard is not None:
                 costs = guard.bound(len(tokens) - 1) / (len(tokens) - 1)
                 told["most"] = (1 + self.rules.canary_rise) * perplexity(anchor[name] + costs)
-                told["perplexity"] = perplexity(evaluate(cast(GPT, guard), tokens))
+                told["perplexity"] = perplexity(evaluate(guard, tokens))
             if path is not None:
                 told["drift"] = evaluate(path, tokens) - anchor[name]
             figures[name] = told
         return figures
 
-    def judge(self, guard: Guard | None, path: GPT | None, *, whole: bool = False) -> dict[str, Any]:
+    def judge(
+        self, guard: Guard | None, path: LanguageModel | None, *, whole: bool = False
+    ) -> dict[str, Any]:
         """The same; Refused if a canary is not kept."""
         figures = self.measure(guard, path, whole=whole)
         for name, told in figures.items():

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Literal, TypedDict, cast
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from attractor.config import check_choice, check_number
 from attractor.continual.update import NotFiniteUpdate
 from attractor.data import IGNORED, Batch
-from attractor.layer import mode
-from attractor.model import GPT, Block
+from attractor.lm import LanguageModel, mode
+from attractor.model import GPT
 
 Train = Literal["all", "ffn"] | Sequence[nn.Parameter]
 
@@ -135,15 +135,14 @@ def _choose(model: GPT, train: Train) -> list[nn.Parameter]:
     if isinstance(train, str):
         check_choice("train", train, ("all", "ffn"))
         if train == "ffn":
-            blocks = cast(Iterable[Block], model.blocks)
-            return [parameter for block in blocks for parameter in block.ffn.parameters()]
+            return [parameter for block in model.blocks for parameter in block.ffn.parameters()]
         return list(model.parameters())
     if not train or len(set(train)) < len(train) or not set(train) <= set(model.parameters()):
         raise ValueError('train must be "all", "ffn" or parameters of this model, one or more, each once')
     return list(train)
 
 
-def check_batch(model: GPT, batch: Batch, name: str = "the batch") -> Batch:
+def check_batch(model: LanguageModel, batch: Batch, name: str = "the batch") -> Batch:
     """Inputs and targets on the model's device; a ValueError where they are not a batch for this model."""
     if len(batch) != 2 or not all(isinstance(part, Tensor) for part in batch):
         raise ValueError(f"{name} must be two tensors, inputs and targets")
@@ -159,7 +158,7 @@ def check_batch(model: GPT, batch: Batch, name: str = "the batch") -> Batch:
     for tokens in (inputs, counted):  # on a GPU a token beyond the vocabulary would end the process
         if ((tokens < 0) | (tokens >= model.config.vocab_size)).any():
             raise ValueError(f"{name} has tokens outside 0 to {model.config.vocab_size - 1}")
-    device = model.embedding.weight.device
+    device = model.device
     return inputs.to(device), targets.to(device)
 
 

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from attractor.config import check_choice, check_number
 from attractor.continual.baselines.baseline import Baseline, Options, Train, check_batch
 from attractor.data import IGNORED, Batch, Batches
-from attractor.layer import mode
+from attractor.lm import mode
 from attractor.model import GPT
 
 LabelsName = Literal["model", "data"]
@@ -43,7 +43,7 @@ class EWC(Baseline):
         check_choice("labels", labels, get_args(LabelsName))
         super().__init__(model, train, **options)
         self.strength, self.labels, self.fisher_decay = strength, labels, fisher_decay
-        self._generator = torch.Generator(model.embedding.weight.device).manual_seed(seed)
+        self._generator = torch.Generator(model.device).manual_seed(seed)
         self.fisher = [
             torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
             for parameter in self.trainable

@@ -1,8 +1,8 @@
 """Low-rank adaptation: the weights stay, and a small product of two matrices beside each learns."""
 
 import math
-from collections.abc import Iterable, Iterator
-from typing import Literal, Unpack, cast, get_args
+from collections.abc import Iterator
+from typing import Literal, Unpack, get_args
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from attractor.config import check_choice, check_number, check_probability, check_size
 from attractor.continual.baselines.baseline import Baseline, Options
-from attractor.model import GPT, MLP, Block
+from attractor.model import GPT, MLP
 
 TargetsName = Literal["ffn", "attention", "all"]
 
@@ -98,7 +98,7 @@ class LoRA(Baseline):
 
 def _linear_maps(model: GPT, targets: TargetsName) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
     """Whoever owns a linear map, under which name, and the map."""
-    for block in cast(Iterable[Block], model.blocks):
+    for block in model.blocks:
         places: list[tuple[nn.Module, str]] = []
         if targets != "ffn":
             places += [(block.attention, "qkv"), (block.attention, "out")]
