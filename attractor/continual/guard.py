@@ -13,7 +13,7 @@ proof, and what it does not promise, is in docs/bounded-forgetting.md.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -112,14 +112,12 @@ class Guard(nn.Module):
         if cache is not None:
             return cache.read(tokens)
         predictions = self._predictions(tokens)
-        weights, _ = self._weigh(self._seen(predictions, tokens[:, 1:]), self._start(tokens), 0)
-        return mixed(weights, predictions)
+        return mixed(self._evidence(predictions, tokens), predictions)
 
     @torch.no_grad()
     def posterior(self, tokens: Tensor) -> Tensor:
         """(B, T, M) the weight of each path for the prediction after each token."""
-        predictions = self._predictions(tokens)
-        weights, _ = self._weigh(self._seen(predictions, tokens[:, 1:]), self._start(tokens), 0)
+        weights = self._evidence(self._predictions(tokens), tokens).log_softmax(0)
         return weights.exp().permute(1, 2, 0)
 
     def _predictions(self, tokens: Tensor) -> Tensor:
@@ -130,37 +128,51 @@ class Guard(nn.Module):
                 return log_probabilities(together(tokens))
         return torch.stack([log_probabilities(path(tokens)) for path in self.paths])
 
-    def _start(self, tokens: Tensor) -> Tensor:
-        return self.log_prior[:, None].expand(-1, len(tokens))  # (M, B)
+    def _evidence(self, predictions: Tensor, tokens: Tensor) -> Tensor:
+        """(M, B, T) for the prediction after each token of a text that begins here."""
+        start = self.log_prior[:, None].expand(-1, len(tokens))
+        return self.evidence_after(start, given(predictions[:, :, :-1], tokens[:, 1:]), 0)
 
-    def _seen(self, predictions: Tensor, targets: Tensor) -> Tensor:
-        """(M, B, t) what each path gave the tokens that came."""
-        given = predictions[:, :, : targets.shape[1]]
-        index = targets[None, ..., None].expand(len(predictions), -1, -1, -1)
-        return given.gather(-1, index).squeeze(-1).double()
-
-    def _weigh(self, seen: Tensor, log_weights: Tensor, position: int) -> tuple[Tensor, Tensor]:
-        """Log-weights (M, B, t + 1) before the first and after each of t tokens, and the last of them.
-
-        `position` is how many predictions the window has behind it. Not normalised: `mixed` is.
+    def evidence_after(self, evidence: Tensor, gave: Tensor, predicted: int) -> Tensor:
+        """(M, B, t + 1) the evidence before the first and after each of t tokens, which the paths `gave`
+        (M, B, t) these log-probabilities. The window has so many predictions behind it.
         """
-        if not self.switch_rate and position + seen.shape[2] < self.window:
-            sums = torch.cat([log_weights[..., None], seen], -1).cumsum(-1)
-            return sums.log_softmax(0), sums[..., -1]
-        weights = [log_weights.log_softmax(0)]
-        for step in range(seen.shape[2]):
-            position += 1
-            weights.append(self._after(weights[-1], seen[..., step], position))
-        return torch.stack(weights, -1), weights[-1]
+        if not self.switch_rate and predicted + gave.shape[2] < self.window:
+            return torch.cat([evidence[..., None], gave], -1).cumsum(-1)  # `counted` of every token, at once
+        found = [evidence]
+        for number, one in enumerate(gave.unbind(-1), predicted + 1):
+            found.append(self.counted(found[-1], one, number))
+        return torch.stack(found, -1)
 
-    def _after(self, log_weights: Tensor, seen: Tensor, position: int) -> Tensor:
-        if position % self.window == 0:
-            return self.log_prior[:, None].expand_as(log_weights)
-        posterior = (log_weights + seen).log_softmax(0)
-        if not self.switch_rate:
-            return posterior
-        back = self.log_prior[:, None] + math.log(self.switch_rate)
-        return torch.logaddexp(posterior + math.log1p(-self.switch_rate), back)
+    def counted(self, evidence: Tensor, gave: Tensor, predicted: int) -> Tensor:
+        """`counted` with the guard's own prior, window and switch rate, after so many predictions."""
+        prior = self.log_prior[:, None]
+        if predicted % self.window == 0:
+            return prior.repeat(1, evidence.shape[1])
+        return counted(evidence, gave, prior, self.switch_rate)
+
+
+# The mathematics of the mixture. Evidence (M, B) of M paths for B texts are logarithms of weights, up to a
+# number that all paths share: the prior, and what each path gave the tokens of this window so far.
+
+
+def counted(evidence: Tensor, gave: Tensor, log_prior: Tensor, switch_rate: float = 0.0) -> Tensor:
+    """The evidence after one more token that the paths `gave` these log-probabilities, by Bayes' rule.
+
+    With a switch rate, this share of the weights goes back to the prior. Where a window begins, evidence is
+    the prior again: that is the caller's to see.
+    """
+    evidence = evidence + gave
+    if not switch_rate:
+        return evidence
+    stay, back = math.log1p(-switch_rate), math.log(switch_rate)
+    return torch.logaddexp(evidence.log_softmax(0) + stay, log_prior + back)
+
+
+def mixed(evidence: Tensor, predictions: Tensor) -> Tensor:
+    """log sum_m w_m p_m: evidence (M, B, T), predictions (M, B, T, V) -> (B, T, V)."""
+    log_weights = evidence.log_softmax(0).to(predictions.dtype)
+    return torch.logsumexp(log_weights[..., None] + predictions, 0)
 
 
 LEAST = -1e4
@@ -173,43 +185,10 @@ def log_probabilities(logits: Tensor) -> Tensor:
     return predictions.masked_fill(predictions.isnan().any(-1, keepdim=True), -math.log(logits.shape[-1]))
 
 
-def mixed(log_weights: Tensor, predictions: Tensor) -> Tensor:
-    """log sum_m w_m p_m: weights (M, B, T), predictions (M, B, T, V) -> (B, T, V)."""
-    weights = log_weights.log_softmax(0).to(predictions.dtype)
-    return torch.logsumexp(weights[..., None] + predictions, 0)
-
-
-@dataclasses.dataclass
-class Reader:
-    """One path's place in a text."""
-
-    path: LanguageModel
-    cache: Cache
-    unread: list[Tensor]  # (B, 1) tokens that came while it rested
-    next: Tensor | None = None  # (B, V) its prediction after the last token it read
-
-    def prediction(self) -> Tensor:
-        assert self.next is not None, "nothing was read yet"
-        return self.next
-
-    def gave(self, tokens: Tensor) -> Tensor:
-        """(B, 1) the log-probability that the next token had."""
-        return self.prediction().gather(1, tokens).double()
-
-    def read(self, tokens: Tensor) -> Tensor:
-        """Predictions (B, n, V) after each of `tokens`."""
-        return self.took(log_probabilities(self.path(tokens, cache=self.cache)))
-
-    def took(self, predictions: Tensor) -> Tensor:
-        self.next = predictions[:, -1]
-        return predictions
-
-    def catch_up(self) -> Tensor:
-        """Read what came meanwhile; returns the log-probability (B) it had."""
-        missed, self.unread = torch.cat(self.unread, 1), []
-        first = self.prediction()[:, None]
-        predictions = torch.cat([first, self.read(missed)[:, :-1]], 1)
-        return predictions.gather(-1, missed[..., None])[..., 0].double().sum(1)
+def given(predictions: Tensor, targets: Tensor) -> Tensor:
+    """(..., t) log-probabilities, in float64, that predictions (..., t, V) gave the targets (t), (B, t)."""
+    index = targets.expand(predictions.shape[:-1])[..., None]
+    return predictions.gather(-1, index)[..., 0].double()
 
 
 class Resting:
@@ -232,6 +211,54 @@ class Resting:
     def quiet(self, paths: int) -> float:
         """The log-share below which one of so many paths may rest: it will be able to for about 14 nats."""
         return self.most_odds - math.log(1e6 * paths)
+
+
+def log_odds(evidence: Tensor, at_rest: Tensor, awake: Tensor) -> Tensor:
+    """(B) log of the evidence of the paths at rest over that of those awake; both are masks (M, B)."""
+    resting, reading = (evidence.masked_fill(~some, -math.inf).logsumexp(0) for some in (at_rest, awake))
+    return resting - reading
+
+
+def is_quiet(evidence: Tensor, quiet: Tensor | float) -> Tensor:
+    """(M, B) the paths that count so little that they may rest."""
+    return evidence.log_softmax(0) < quiet
+
+
+def floored(log_p: Tensor, floor: Tensor) -> Tensor:
+    """Log-probabilities (..., V) with the `floor` (..., 1) of `Resting`; 0 changes nothing."""
+    return torch.logaddexp(log_p + torch.log1p(-floor), torch.log(floor / log_p.shape[-1]))
+
+
+@dataclasses.dataclass
+class Reader:
+    """One path's place in a text."""
+
+    path: LanguageModel
+    cache: Cache
+    unread: list[Tensor]  # (B, 1) tokens that came while it rested
+    next: Tensor | None = None  # (B, V) its prediction after the last token it read
+
+    def prediction(self) -> Tensor:
+        assert self.next is not None, "nothing was read yet"
+        return self.next
+
+    def gave(self, token: Tensor) -> Tensor:
+        """(B) the log-probability that the next token (B, 1) had."""
+        return given(self.prediction(), token[:, 0])
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """Predictions (B, n, V) after each of `tokens`."""
+        return self.took(log_probabilities(self.path(tokens, cache=self.cache)))
+
+    def took(self, predictions: Tensor) -> Tensor:
+        self.next = predictions[:, -1]
+        return predictions
+
+    def catch_up(self) -> Tensor:
+        """Read what came meanwhile; returns the log-probability (B) it had."""
+        missed, self.unread = torch.cat(self.unread, 1), []
+        first = self.prediction()[:, None]
+        return given(torch.cat([first, self.read(missed)[:, :-1]], 1), missed).sum(1)
 
 
 class GuardCache:
@@ -260,33 +287,29 @@ class GuardCache:
             return self._read_again(tokens, self.after)
         if not self.at_rest and tokens.shape[1] > 1:
             return self._read_all(tokens)
-        return torch.cat([self._read_one(tokens[:, i : i + 1]) for i in range(tokens.shape[1])], 1)
+        return torch.cat([self._read_one(token) for token in tokens.split(1, 1)], 1)
 
     def _read_again(self, tokens: Tensor, before: "GuardCache") -> Tensor:
         """The end of a text in place of all of it. Only its last token is new: the others were counted."""
         before._wake()
-        self.after, self.predicted = None, before.predicted
-        self.evidence = before.evidence
-        self.readers = [
-            dataclasses.replace(reader, next=old.next)
-            for reader, old in zip(self.readers, before.readers, strict=True)
-        ]
+        self.after, self.predicted, self.evidence = None, before.predicted, before.evidence
+        for reader, old in zip(self.readers, before.readers, strict=True):
+            reader.next = old.next
         self._count(tokens[:, -1:])
         predictions = self._read_everybody(tokens)
         self.length, self.predicted = tokens.shape[1], self.predicted + 1
         return mixed(self.evidence[..., None], predictions)
 
     def _count(self, token: Tensor) -> None:
-        """The evidence of one more token (B, 1), or the prior again where a window starts."""
-        guard = self.guard
-        if self.predicted % guard.window == 0:  # a new window: everybody counts again
+        """The evidence of one more token (B, 1)."""
+        if self.predicted % self.guard.window == 0:  # a new window: everybody counts again
             self._wake()
-            self.evidence = guard.log_prior[:, None].repeat(1, len(token))
-            return
-        for number in self._awake():
-            self.evidence[number] += self.readers[number].gave(token)[:, 0]
-        if guard.switch_rate:
-            self.evidence = guard._after(self.evidence, torch.zeros_like(self.evidence), 1)
+        nothing = torch.zeros_like(self.evidence[0])
+        gave = [
+            nothing if number in self.at_rest else reader.gave(token)
+            for number, reader in enumerate(self.readers)
+        ]
+        self.evidence = self.guard.counted(self.evidence, torch.stack(gave), self.predicted)
 
     def _read_everybody(self, tokens: Tensor) -> Tensor:
         """Predictions (M, B, n, V) of all paths, as one batch where they share memory."""
@@ -302,17 +325,16 @@ class GuardCache:
     def _read_all(self, tokens: Tensor) -> Tensor:
         """Several tokens at once, as in a prompt: every path reads them."""
         before = [reader.next for reader in self.readers if reader.next is not None]
-        predictions = self._read_everybody(tokens)
+        predictions, targets = self._read_everybody(tokens), tokens[:, 1:]
+        gave = predictions[:, :, :-1]
         if before:  # they also predicted the first of these tokens
-            seen = self.guard._seen(torch.cat([torch.stack(before)[:, :, None], predictions], 2), tokens)
-        else:
-            seen = self.guard._seen(predictions, tokens[:, 1:])
+            gave, targets = torch.cat([torch.stack(before)[:, :, None], gave], 2), tokens
         position = max(self.predicted - 1, 0) % self.guard.window
-        weights, evidence = self.guard._weigh(seen, self.evidence, position)
-        self.evidence = evidence.clone()  # it may be a view of the prior
+        evidence = self.guard.evidence_after(self.evidence, given(gave, targets), position)
+        self.evidence = evidence[..., -1].clone()
         self.length, self.predicted = self.length + tokens.shape[1], self.predicted + tokens.shape[1]
         self._let_rest()
-        return mixed(weights[..., -tokens.shape[1] :], predictions)
+        return mixed(evidence[..., -tokens.shape[1] :], predictions)
 
     def _read_one(self, token: Tensor) -> Tensor:
         if self.predicted:
@@ -327,41 +349,29 @@ class GuardCache:
         else:
             self._read_everybody(token)
         self.length, self.predicted = self.length + 1, self.predicted + 1
-        if self.at_rest and bool((self._odds() > self.resting.most_odds).any()):
-            self._wake()
-        awake = self._awake()
-        if len(awake) == 1:
-            out = self.readers[awake[0]].prediction()[:, None]
-        else:
+        if self.at_rest:
+            odds = log_odds(self.evidence, self.rests, ~self.rests)
+            if bool((odds > self.resting.most_odds).any()):
+                self._wake()
+        awake = [number for number in range(len(self.readers)) if number not in self.at_rest]
+        out = self.readers[awake[0]].prediction()[:, None]
+        if len(awake) > 1:  # no list is an index here: that would copy to the GPU and wait
             predictions = torch.stack([self.readers[number].prediction() for number in awake])
             evidence = torch.stack([self.evidence[number] for number in awake])
             out = mixed(evidence[..., None], predictions[:, :, None])
         if self.at_rest:
-            floor = self.resting.floor
-            uniform = math.log(floor / out.shape[-1])
-            out = torch.logaddexp(out + math.log1p(-floor), out.new_full((), uniform))
+            out = floored(out, out.new_full((), self.resting.floor))
         self._let_rest()
         return out
-
-    def _awake(self) -> list[int]:
-        return [number for number in range(len(self.readers)) if number not in self.at_rest]
-
-    def _evidence_of(self, some: Iterable[int]) -> Tensor:
-        """(B) of several paths together. No list is an index here: that would copy to the GPU and wait."""
-        parts = [self.evidence[number] for number in some]
-        return parts[0] if len(parts) == 1 else torch.stack(parts).logsumexp(0)
-
-    def _odds(self) -> Tensor:
-        """(B) log of the evidence of the paths at rest over that of the others."""
-        return self._evidence_of(sorted(self.at_rest)) - self._evidence_of(self._awake())
 
     def _let_rest(self) -> None:
         if self.at_rest or not self.resting.floor:
             return
         best = int(self.evidence.sum(1).argmax())
-        share = self.evidence.log_softmax(0)
-        quiet = (share < self.resting.quiet(len(self.readers))).all(1)
-        self.at_rest = set(quiet.nonzero().flatten().tolist()) - {best}
+        quiet = is_quiet(self.evidence, self.resting.quiet(len(self.readers))).all(1)
+        quiet[best] = False
+        self.rests = quiet[:, None]  # (M, 1) `at_rest` as a mask
+        self.at_rest = set(quiet.nonzero().flatten().tolist())
 
     def _wake(self) -> None:
         """Let paths at rest read what they missed; their evidence is then exact again."""
