@@ -1,4 +1,4 @@
-"""The one training loop: step, evaluate, log, save, stop on a signal.
+"""Training a model on a dataset: the one loop, with evaluation, logs, checkpoints and a stop on a signal.
 
     trainer = Trainer(presets.tiny_apn(), Dataset.open("data/shakespeare"), Path("runs/tiny"))
     summary = trainer.run()
@@ -13,7 +13,6 @@ import logging
 import math
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -39,6 +38,7 @@ from attractor.data import Batches, Dataset
 from attractor.distributed import World, average_gradients, spread
 from attractor.evaluate import autocast, evaluate, perplexity, routing
 from attractor.layer import APN, ROLES, warmup_factor
+from attractor.loop import Loop, descend
 from attractor.model import GPT
 from attractor.tokenizer import load as load_tokenizer
 
@@ -52,7 +52,12 @@ class NotFiniteLoss(RuntimeError):
     """The loss became NaN or infinite. The last checkpoint was written before that."""
 
 
-class Trainer:
+class Trainer(Loop):
+    """A loop over a dataset that logs, evaluates, saves and goes on where it stopped.
+
+    Its seconds are those of training alone, without evaluation and saving, over all resumptions.
+    """
+
     def __init__(
         self,
         config: RunConfig,
@@ -96,56 +101,36 @@ class Trainer:
             self.compiled = torch.compile(self.spread, mode="reduce-overhead" if use_graphs else "default")
         self.optimizer = make_optimizer(self.model, train, fused=on_gpu)
         self.checkpoints = Checkpoints(self.folder)
-        self.step = 0
+        super().__init__(lambda number: self._train_step())
         self.best_loss, self.best_step = math.inf, 0
         self.evaluations_since_best = 0
-        self.seconds = 0.0
-        self.not_training = 0.0
         self.peak_flops = peak_flops(self.device)
 
     def run(self) -> dict[str, Any]:
         """Train to the end, or until SIGINT or SIGTERM stops it after a step; returns where it got to."""
         train = self.config.train
         with stop_on_signal() as signalled, self._loggers() as record:
-            self.not_training = time.perf_counter() - self.seconds
-
-            def stopped() -> bool:
-                return self.world.any(signalled())
-
-            started = marked_step = self.step
-            marked_time = self._clock()
-            while not (stop := stopped()) and self.step < train.max_steps and not self._out_of_patience():
-                loss = self._train_step()
-                self.step += 1
-                is_last = self.step == train.max_steps
-                if self.step % train.log_interval == 0 or self.step == 1 or is_last:
-                    value, now = self._finite(loss), self._clock()
-                    record({"train/loss": value, **self._speed(self.step - marked_step, now - marked_time)})
-                    marked_time, marked_step = now, self.step
-                if self.step % train.eval_interval == 0 or is_last:
-                    self._finite(loss)
-                    with self._clock_stopped():
+            started, marked = self.step, (self.step, self.seconds)
+            for step in self.steps(train.max_steps):
+                is_last = step == train.max_steps
+                if step > started:
+                    if step % train.log_interval == 0 or step == 1 or is_last:
+                        value, now = self._finite_loss(), (step, self.seconds)
+                        record({"train/loss": value, **self._speed(now[0] - marked[0], now[1] - marked[1])})
+                        marked = now
+                    if step % train.eval_interval == 0 or is_last:
+                        self._finite_loss()
                         record(self._evaluate())
-                if self.step % train.checkpoint_interval == 0 or is_last:
-                    self._finite(loss)
-                    with self._clock_stopped():
+                    if step % train.checkpoint_interval == 0 or is_last:
+                        self._finite_loss()
                         self.save("last")
-            self.seconds = self._clock()
+                if (stop := self.world.any(signalled())) or self._out_of_patience():
+                    break
             if stop and not self.world.from_leader(lambda: self.checkpoints.has("last", self.step)):
                 if self.step > started:
-                    self._finite(loss)
+                    self._finite_loss()
                 self.save("last")
             return self.summary(interrupted=stop)
-
-    def _clock(self) -> float:
-        """Seconds spent training, without evaluation and saving, over all resumptions."""
-        return time.perf_counter() - self.not_training
-
-    @contextmanager
-    def _clock_stopped(self) -> Iterator[None]:
-        self.seconds = self._clock()
-        yield
-        self.not_training = time.perf_counter() - self.seconds
 
     def resume(self) -> bool:
         """Go on from the last checkpoint of this run, if there is one."""
@@ -236,27 +221,26 @@ class Trainer:
 
     def _train_step(self) -> Tensor:
         train = self.config.train
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(train, self.step)
         if train.scale_warmup_steps:
             for layer in self.model.apn_layers().values():
                 layer.set_scale_factor(warmup_factor(self.step, train.scale_warmup_steps))
         self.spread.train()
         if self.device.type == "cuda":  # elsewhere there are no graphs, and asking imports a compiler
             torch.compiler.cudagraph_mark_step_begin()
-        self.optimizer.zero_grad(set_to_none=True)
         inputs, targets = (part.to(self.device, non_blocking=True) for part in next(self.batches))
         total = torch.zeros((), device=self.device)
-        pieces = list(zip(inputs.chunk(train.accumulation), targets.chunk(train.accumulation), strict=True))
-        for number, (x, y) in enumerate(pieces, 1):
-            average_gradients(self.spread, number == len(pieces))
-            with self.autocast():
-                loss, objective = self._losses(x, y)
-            (objective / train.accumulation).backward()
-            total += loss.detach() / train.accumulation
-        if train.clip_norm:
-            nn.utils.clip_grad_norm_(self.model.parameters(), train.clip_norm)
-        self.optimizer.step()
+
+        def objectives() -> Iterator[Tensor]:
+            pieces = zip(inputs.chunk(train.accumulation), targets.chunk(train.accumulation), strict=True)
+            for number, (x, y) in enumerate(pieces, 1):
+                average_gradients(self.spread, number == train.accumulation)
+                with self.autocast():
+                    loss, objective = self._losses(x, y)
+                yield objective / train.accumulation
+                total.add_(loss.detach() / train.accumulation)
+
+        rate, parameters = learning_rate(train, self.step), self.model.parameters()
+        descend(self.optimizer, objectives(), rate, clip=parameters, clip_norm=train.clip_norm)
         return total
 
     def _losses(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -306,8 +290,10 @@ class Trainer:
             values["train/mfu"] = tokens * self.flops_per_token / self.peak_flops
         return values
 
-    def _finite(self, loss: Tensor) -> float:
-        value = float(self.world.mean(loss))
+    def _finite_loss(self) -> float:
+        """The loss of the last step in all processes; whoever asks waits until it is known."""
+        with self.timed():
+            value = float(self.world.mean(self.loss))
         if not math.isfinite(value):
             newest = self.checkpoints.newest("last")
             raise NotFiniteLoss(

@@ -23,12 +23,12 @@ from attractor.continual.update import NotFiniteUpdate
 from attractor.data import Batches, Dataset
 from attractor.evaluate import autocast, evaluate, routing, token_losses
 from attractor.lm import LanguageModel, TrainableModel
+from attractor.loop import Loop
 from attractor.measure import train_and_measure
 from attractor.model import GPT
 from attractor.tokenizer import ByteTokenizer
 from attractor.trainer import NotFiniteLoss
 from studies.grid import Settings, Values
-from studies.learning import Course, scheduled
 from studies.methods import METHODS, Adapter, Situation
 from studies.plan import PLANS, Plan, Text, device_of, domain, load_base
 
@@ -129,28 +129,23 @@ def adapt(settings: Settings, folder: Path) -> Values:
     best: dict[str, Any] = {"validation": math.inf}
     kept: TrainableModel | None = None
 
-    def look(step: int) -> None:
-        nonlocal best, kept
-        if step not in plan.evaluated(steps):
-            return
-        validation = evaluate(adapter.model, new.validation, autocast=meter.cast)
-        alone = meter.measure(adapter.model)
-        looks.append(alone)
-        losses = {name: part["loss"] for name, part in alone.items()}
-        trajectory.append({"step": step, "validation": validation, "losses": losses})
-        if validation < best["validation"]:
-            best = {"step": step, "validation": validation, "alone": alone, **sizes(adapter, base)}
-            kept = copy.deepcopy(adapter.model)
-
-    course = Course(
-        scheduled(adapter, plan, settings["rate"], steps),
-        Batches(new.train, plan.batch_size, base.config.context, settings["seed"]),
-    )
     diverged = None
+    batches = Batches(new.train, plan.batch_size, base.config.context, settings["seed"])
+    loop = Loop(lambda step: adapter.step(*next(batches), plan.rate_at(step, settings["rate"], steps)))
     try:
-        course.run(steps, look)
+        for step in loop.steps(steps):
+            if step not in plan.evaluated(steps):
+                continue
+            validation = evaluate(adapter.model, new.validation, autocast=meter.cast)
+            alone = meter.measure(adapter.model)
+            looks.append(alone)
+            losses = {name: part["loss"] for name, part in alone.items()}
+            trajectory.append({"step": step, "validation": validation, "losses": losses})
+            if validation < best["validation"]:
+                best = {"step": step, "validation": validation, "alone": alone, **sizes(adapter, base)}
+                kept = copy.deepcopy(adapter.model)
     except NotFiniteUpdate:  # this rate is too high: what was best before stays its result
-        diverged = course.done
+        diverged = loop.step
     if kept is None:
         raise ValueError("no loss of B's validation text was finite, not even before learning")
     guard = meter.guarded(kept)
@@ -163,7 +158,7 @@ def adapt(settings: Settings, folder: Path) -> Values:
         "trajectory": trajectory,
         "trained": adapter.trained,
         "extra_bytes": adapter.extra_bytes,
-        "seconds": course.seconds,
+        "seconds": loop.seconds,
         "tokens": steps * plan.batch_size * base.config.context,
         "base_unchanged": fingerprint(base) == before_hash,
         "bound": guard.bound(base.config.context) / base.config.context,

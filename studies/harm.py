@@ -1,5 +1,6 @@
 """What the guard promises, tried hard: overlays that want to do harm, and what guarded generation costs."""
 
+import itertools
 import math
 import statistics
 import time
@@ -19,7 +20,6 @@ from attractor.generate import sample
 from attractor.lm import LanguageModel, mode
 from studies.adapting import situation
 from studies.grid import Settings, Values
-from studies.learning import Course, scheduled
 from studies.methods import METHODS, PAPER_ROLES
 from studies.plan import PLANS, Plan, device_of, domain, load_base
 
@@ -76,7 +76,8 @@ def _spoil(name: str, branch: Branch, guard: Guard, train: np.ndarray, plan: Pla
     optimizer = torch.optim.AdamW(own, lr=1e-3, weight_decay=0.0)
     device = branch.model.device
 
-    def ascend(number: int, inputs: Tensor, targets: Tensor) -> float:
+    batches = Batches(train, plan.batch_size, branch.model.config.context, seed)
+    for inputs, targets in itertools.islice(batches, plan.steps // 3):
         with mode(victim, training=False), autocast(device, "auto"):
             logits = victim(inputs.to(device))
         loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.to(device).flatten())
@@ -85,10 +86,6 @@ def _spoil(name: str, branch: Branch, guard: Guard, train: np.ndarray, plan: Pla
             parameter.grad = gradient
         torch.nn.utils.clip_grad_norm_(own, 1.0)
         optimizer.step()
-        return float(loss.detach())
-
-    batches = Batches(train, plan.batch_size, branch.model.config.context, seed)
-    Course(ascend, batches).run(plan.steps // 3)
 
 
 def speed(settings: Settings, folder: Path) -> Values:
@@ -103,7 +100,8 @@ def speed(settings: Settings, folder: Path) -> Values:
     new = domain(plan, folder, settings["shift"])
     adapter = METHODS[settings["method"]].make(situation(plan, settings, base, old))
     batches = Batches(new.train, plan.batch_size, base.config.context, settings["seed"])
-    Course(scheduled(adapter, plan, settings["rate"], plan.steps), batches).run(plan.steps)
+    for step in range(plan.steps):
+        adapter.step(*next(batches), plan.rate_at(step, settings["rate"], plan.steps))
     guard = Guard({"base": base, "adapted": adapter.model}, pause=settings["pause"]).to(device).eval()
     context = base.config.context
     prompt_length, rounds = context * 5 // 8, 6

@@ -16,7 +16,7 @@ from attractor import presets
 from attractor.checkpoint import find_model
 from attractor.config import APNConfig, DataConfig, GPTConfig, MoEConfig, RunConfig, TrainConfig
 from attractor.data import open_text
-from attractor.hf.teach import annealed
+from attractor.loop import annealed
 from attractor.model import GPT
 from studies.grid import Settings
 

@@ -29,11 +29,11 @@ from attractor.continual.learner import OnlineLearner
 from attractor.data import Batches, Dataset, read_text
 from attractor.distributed import parse_device
 from attractor.evaluate import autocast, evaluate, perplexity, routing
+from attractor.loop import Loop
 from attractor.measure import train_and_measure
 from attractor.model import GPT
 from attractor.results import write_result
 from studies.grid import cell_file, read_cell
-from studies.learning import Course
 from studies.methods import PAPER_ROLES
 from studies.table1 import run_config
 
@@ -167,16 +167,14 @@ def adapt(
     method, trainable = ROWS[name].make(model, protocol.learning_rate)
     trajectory: list[dict[str, Any]] = []
 
-    def look(step: int) -> None:
+    batches = Batches(data.train, protocol.batch_size, model.config.context, seed)
+    loop = Loop(lambda number: method.step(*next(batches)))
+    for step in loop.steps(protocol.steps):
         if step in protocol.evaluated:
             texts = {"A": data.A, "B_validation": data.validation, "B": data.test}
             losses = {part: evaluate(model, text, autocast=cast_of(model)) for part, text in texts.items()}
             trajectory.append({"step": step} | {part: perplexity(loss) for part, loss in losses.items()})
         report({"step": step})
-
-    batches = Batches(data.train, protocol.batch_size, model.config.context, seed)
-    course = Course(lambda number, inputs, targets: method.step(inputs, targets), batches)
-    course.run(protocol.steps, look)
     after = model.state_dict()
     changed = sum(int((after[key] != old).sum()) for key, old in before.items())
     best = min(trajectory, key=lambda point: point["B_validation"])
@@ -187,12 +185,12 @@ def adapt(
         "before": trajectory[0],
         "after": trajectory[-1],
         "best": best,
-        "last_training_loss": course.loss,
+        "last_training_loss": loop.loss,
         "trainable": trainable,
         "changed": changed,
         "parameters": sum(value.numel() for value in before.values()),
         "usage_entropy": sum(entropies) / len(entropies) if entropies else None,
-        "seconds": course.seconds,
+        "seconds": loop.seconds,
     }
 
 

@@ -1,12 +1,11 @@
 """An FFN becomes an APN layer: the layer learns to give what the FFN gives, on a sample of its own inputs."""
 
-import math
-
 import torch
 from torch import Tensor
 
 from attractor.layer import APN
 from attractor.lm import mode
+from attractor.loop import annealed, descend
 
 LAST = ("decoder", "decoder_base", "offset_out")
 """The parameters of a layer that its update is linear in."""
@@ -33,19 +32,13 @@ def distill(layer: APN, inputs: Tensor, outputs: Tensor, *, steps: int, seed: in
         if layer.norm is None:
             layer.encoder.div_(loudness_in)
     targets = outputs / loudness_out
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=LEARNING_RATE, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: 0.5 + 0.5 * math.cos(math.pi * step / steps)
-    )
+    optimizer = torch.optim.AdamW(layer.parameters(), weight_decay=0.0)
     with mode(layer, training=True), torch.enable_grad():
-        for _ in range(steps):
+        for step in range(steps):
             chosen = torch.randint(len(taught), (min(BATCH, len(taught)),), generator=generator)
             rows = taught[chosen.to(taught.device)]
             loss = (layer(inputs[rows]) - targets[rows]).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            schedule.step()
+            descend(optimizer, [loss], LEARNING_RATE * annealed(step, steps))
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             if name in LAST:

@@ -7,8 +7,8 @@ before something goes wrong.
 """
 
 import math
-import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -17,17 +17,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from attractor.config import check_number, check_size
+from attractor.continual.update import NotFiniteUpdate
 from attractor.data import Batches
 from attractor.evaluate import autocast, evaluate
 from attractor.hf.causal import CausalLM
 from attractor.lm import mode
+from attractor.loop import Loop, annealed, descend
 
 Report = Callable[[dict[str, Any]], None]
-
-
-def annealed(step: int, steps: int, warmup: int) -> float:
-    """The share of a learning rate: a warm-up, under half a cosine to zero."""
-    return min(1.0, (step + 1) / max(1, warmup)) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
 
 
 def teach(
@@ -54,52 +51,56 @@ def teach(
     learning = list(parameters)
     if not learning:
         raise ValueError("nothing of the model can learn: use a retrofit")
-    device = model.device
-    optimizer = torch.optim.AdamW(learning, lr=learning_rate, betas=(0.9, 0.99), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(learning, betas=(0.9, 0.99), weight_decay=0.0)
     batches = Batches(train, batch_size, model.config.context, seed)
+
+    def cast() -> AbstractContextManager:
+        return autocast(model.device, precision)
+
+    def take(step: int) -> None:
+        inputs, targets = (part.to(model.device) for part in next(batches))
+        with mode(model, training=True), cast():
+            logits = model(inputs)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        if not loss.isfinite():
+            raise NotFiniteUpdate(f"the loss is {float(loss.detach())} at step {step}")
+        rate = learning_rate * annealed(step, steps, steps // 12)
+        descend(optimizer, [loss], rate, clip=learning, clip_norm=clip_norm)
+
+    loop = Loop(take)
     evaluated = {round(number * steps / evaluations) for number in range(evaluations + 1)}
     losses: list[dict[str, float]] = []
     kept: list[torch.Tensor] = []
-    best, best_step, seconds, diverged = math.inf, 0, 0.0, False
-    for step in range(steps + 1):
-        stopped = stop()
-        if step in evaluated or stopped:
-            loss = evaluate(
-                model,
-                validation,
-                batch_size=batch_size,
-                autocast=lambda: autocast(device, precision),
-            )
-            losses.append({"step": step, "validation": loss})
-            report({"step": step, "val/ppl": math.exp(min(loss, 50.0))})
-            if loss < best:
-                best, best_step = loss, step
-                kept = [parameter.detach().clone() for parameter in learning]
-                keep()
-        if step == steps or stopped:
-            break
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate * annealed(step, steps, steps // 12)
-        started = time.perf_counter()
-        inputs, targets = (part.to(device) for part in next(batches))
-        with mode(model, training=True), autocast(device, precision):
-            logits = model(inputs)
-        loss_now = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-        if not loss_now.isfinite():  # the rate is too high: what was best before stays the result
-            diverged = True
-            break
-        optimizer.zero_grad()
-        loss_now.backward()
-        nn.utils.clip_grad_norm_(learning, clip_norm)
-        optimizer.step()
-        seconds += time.perf_counter() - started
-        report({"step": step + 1})
+    best, best_step, stopped, diverged = math.inf, 0, False, False
+    try:
+        for step in loop.steps(steps):
+            if step:
+                report({"step": step})
+            stopped = stop()
+            if step in evaluated or stopped:
+                loss = evaluate(model, validation, batch_size=batch_size, autocast=cast)
+                losses.append({"step": step, "validation": loss})
+                report({"step": step, "val/ppl": math.exp(min(loss, 50.0))})
+                if loss < best:
+                    best, best_step = loss, step
+                    kept = [parameter.detach().clone() for parameter in learning]
+                    keep()
+            if stopped:
+                break
+    except NotFiniteUpdate:  # the rate is too high: what was best before stays the result
+        diverged = True
     with torch.no_grad():
         for parameter, value in zip(learning, kept, strict=bool(kept)):  # nothing, if no loss was finite
             parameter.copy_(value)
     return {
-        "before": losses[0]["validation"], "best": best, "best_step": best_step, "losses": losses,
-        "steps": step, "stopped": stopped, "diverged": diverged, "seconds": seconds,
+        "before": losses[0]["validation"],
+        "best": best,
+        "best_step": best_step,
+        "losses": losses,
+        "steps": loop.step,
+        "stopped": stopped,
+        "diverged": diverged,
+        "seconds": loop.seconds,
         "trained": sum(parameter.numel() for parameter in learning),
-        "tokens": step * batch_size * model.config.context,
-    }  # fmt: skip
+        "tokens": loop.step * batch_size * model.config.context,
+    }
