@@ -9,7 +9,6 @@ the rest is JSON: nothing in a checkpoint is executed by loading it.
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -29,6 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from attractor.distributed import World
+from attractor.files import recover_folder, remove_folder, write_folder
 from attractor.lm import TrainableModel
 from attractor.model import GPT
 from attractor.tokenizer import Tokenizer, load
@@ -38,44 +38,6 @@ log = logging.getLogger("attractor")
 FOLDER = re.compile(r"(last|best)-(\d+)")
 
 
-def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
-    """Call `fill` with an empty folder, flush what it wrote, and make it appear as `target`."""
-    recover_folder(target)
-    partial = target.with_name(f".partial-{target.name}-{os.getpid()}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
-        fill(partial)
-        for path in [*partial.iterdir(), partial]:
-            _flush(path)
-        replaced = target.with_name(f".replaced-{target.name}")
-        if target.exists():  # it comes back, should we be killed before the next line is done
-            os.rename(target, replaced)
-        os.rename(partial, target)
-        if replaced.exists():
-            remove_folder(replaced)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    _flush(target.parent)
-
-
-def recover_folder(target: Path) -> None:
-    """Undo a replacement that a kill cut short: the old folder comes back, or what is left of it goes."""
-    replaced = target.with_name(f".replaced-{target.name}")
-    if replaced.exists() and not target.exists():
-        os.rename(replaced, target)
-    elif replaced.exists():
-        remove_folder(replaced)
-
-
-def remove_folder(folder: Path) -> None:
-    """Rename, then delete: a kill in between never leaves half a folder under its real name."""
-    doomed = folder.with_name(f".partial-removed-{folder.name}-{os.getpid()}")
-    os.rename(folder, doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
-
-
 def tensors_hash(tensors: Mapping[str, Tensor], about: str = "") -> str:
     """Of every name, type, shape and byte, and of what is said `about` them."""
     digest = hashlib.sha256(about.encode())
@@ -83,14 +45,6 @@ def tensors_hash(tensors: Mapping[str, Tensor], about: str = "") -> str:
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 class Checkpoints:
@@ -162,19 +116,6 @@ State = dict[str, Any]
 WHOLE = StateDictOptions(full_state_dict=True, cpu_offload=True)
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, without what a kill cut short or somebody else wrote."""
-    records = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(record, dict) and isinstance(record.get("step"), int):
-            records.append(record)
-    return records
-
-
 def gather_model(model: nn.Module) -> State:
     """The model's tensors: whole, in the leader."""
     return get_model_state_dict(model, options=WHOLE)
@@ -206,8 +147,8 @@ def spread_state(
         model, optimizer, {"state": moments, "param_groups": groups} if moments else {}, options=options
     )
     if len(random["random.cpu"]) != world.size:
-        log.warning("%d processes saved this and %d go on: dropout takes other random numbers from here",
-                    len(random["random.cpu"]), world.size)  # fmt: skip
+        message = "%d processes saved this and %d go on: dropout takes other random numbers from here"
+        log.warning(message, len(random["random.cpu"]), world.size)
         return
     own = {name: states[world.rank].clone() for name, states in random.items()}  # torch crashes on a view
     torch.set_rng_state(own["random.cpu"])

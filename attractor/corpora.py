@@ -32,6 +32,7 @@ from pathlib import Path
 
 from attractor import shift_grammar
 from attractor.config import check_choice, check_size
+from attractor.files import write_file
 
 TIMEOUT = 20.0  # seconds for an address to answer, and again to deliver
 PIP_TIMEOUT = 300.0  # pip has retries and time-outs of its own below this
@@ -188,19 +189,10 @@ def check_hash(data: bytes, expected: str | None, what: str) -> None:
 
 def keep(path: Path, data: bytes) -> None:
     """Write the cache file whole or not at all; without a cache the text is still good."""
-    part = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}-", delete=False) as file:
-            part = Path(file.name)
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
+        write_file(path, lambda partial: partial.write_bytes(data))
     except OSError as error:
         logger.warning("could not keep %s: %s", path, error)
-        if part is not None:
-            part.unlink(missing_ok=True)
 
 
 def read_url(url: str) -> bytes:

@@ -31,6 +31,7 @@ from torch import Tensor
 from attractor import corpora
 from attractor import tokenizer as tokenizers
 from attractor.config import check_number, check_seed, check_size
+from attractor.files import replace_folder
 from attractor.tokenizer import Tokenizer, describe
 from attractor.version import __version__
 
@@ -210,7 +211,7 @@ def prepare(
     try:
         _write(temporary, text, given, meta, progress or (lambda done, total: None))
         if _existing(folder, wanted, overwrite) is None:  # else another process was quicker
-            _publish(temporary, folder)
+            replace_folder(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # when all went well it has been renamed
     return Dataset.open(folder)
@@ -280,23 +281,6 @@ def _write(folder: Path, text: TextSource, tokenizer: Tokenizer, meta: Meta, pro
     tokenizer.save(folder / "tokenizer.json")
     record = {**meta, **counts, "unknown_characters": dict(unknown.most_common())}
     (folder / "meta.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    for name in FILES:
-        with open(folder / name, "rb+") as file:
-            os.fsync(file.fileno())
-
-
-def _publish(temporary: Path, folder: Path) -> None:
-    """Rename into place; what was there steps aside, and comes back if that fails."""
-    aside = temporary.with_name(temporary.name + "-old")
-    if folder.exists():
-        os.rename(folder, aside)
-    try:
-        os.rename(temporary, folder)
-    except BaseException:
-        if aside.exists():
-            os.rename(aside, folder)
-        raise
-    shutil.rmtree(aside, ignore_errors=True)
 
 
 class Batches:

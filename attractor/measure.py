@@ -11,10 +11,11 @@ import torch
 from torch.nn import functional as F
 
 from attractor import analysis
-from attractor.checkpoint import find_model, read_metrics
+from attractor.checkpoint import find_model
 from attractor.config import RunConfig
 from attractor.data import Batches, Dataset
 from attractor.evaluate import evaluate
+from attractor.files import read_jsonl
 from attractor.model import GPT
 from attractor.trainer import Trainer
 
@@ -45,7 +46,7 @@ def train_and_measure(
     val_loss = evaluate(best, dataset.val, autocast=trainer.autocast)
     sampled = random_batch_loss(best, dataset, config, batches=sampled_batches)
     counts = [analysis.parameter_counts(layer) for layer in best.apn_layers().values()]
-    records = read_metrics(folder / "metrics.jsonl")  # of the whole run, whichever process trained it
+    records = read_jsonl(folder / "metrics.jsonl", "step")  # of the whole run, whichever process trained it
     last = {name: value for record in records for name, value in record.items()}
     entropies = [value for name, value in last.items() if name.endswith("usage_entropy")]
 

@@ -9,7 +9,6 @@ h' = h + Attention(Norm(h));  y = h' + FFN(Norm(h')).
 
 import copy
 import dataclasses
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Self, cast, overload
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attractor.config import APNConfig, GPTConfig, MoEConfig
+from attractor.files import write_file, write_text
 from attractor.layer import APN, RoutingStats
 from attractor.moe import MoE, Switch
 
@@ -318,17 +318,13 @@ class GPT(nn.Module):
 
         `state` takes the place of our own tensors where they are spread over processes.
         """
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f".partial-{os.getpid()}"
         state = self.state_dict() if state is None else state
+        tensors = {name: value.contiguous() for name, value in state.items()}
         try:
-            save_file({name: value.contiguous() for name, value in state.items()}, partial)
+            write_file(Path(folder) / "model.safetensors", lambda partial: save_file(tensors, partial))
         except SafetensorError as error:
             raise OSError(f"cannot write {folder}: {error}") from error
-        os.replace(partial, folder / "model.safetensors")
-        partial.write_text(self.config_now().to_json())
-        os.replace(partial, folder / "config.json")
+        write_text(Path(folder) / "config.json", self.config_now().to_json())
 
     def config_now(self) -> GPTConfig:
         """The configuration with the patches that layers have by now: they may have grown."""

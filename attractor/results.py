@@ -2,7 +2,6 @@
 
 import functools
 import json
-import math
 import os
 import platform
 import re
@@ -13,6 +12,7 @@ from typing import Any
 import numpy
 import torch
 
+from attractor.files import finite, write_text
 from attractor.version import __version__
 
 LIST_OF_NUMBERS = re.compile(r"\[\n[^][{}\"]*\]")
@@ -52,18 +52,6 @@ def _git(*arguments: str) -> str:
     return done.stdout.strip() if done.returncode == 0 else ""
 
 
-def finite(values: Any) -> Any:
-    """The same for JSON, which has no NaN and no infinity: None where a number is not one."""
-    if isinstance(values, dict):
-        return {key: finite(value) for key, value in values.items()}
-    if isinstance(values, list | tuple):
-        return [finite(value) for value in values]
-    return None if isinstance(values, float) and not math.isfinite(values) else values
-
-
 def write_result(path: Path, values: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".partial-{path.name}")
     text = json.dumps(finite({**values, "provenance": provenance()}), indent=2, allow_nan=False)
-    partial.write_text(LIST_OF_NUMBERS.sub(lambda found: " ".join(found[0].split()), text) + "\n")
-    os.replace(partial, path)
+    write_text(path, LIST_OF_NUMBERS.sub(lambda found: " ".join(found[0].split()), text) + "\n")

@@ -11,7 +11,6 @@ import dataclasses
 import json
 import logging
 import math
-import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -28,7 +27,6 @@ from attractor.checkpoint import (
     Checkpoints,
     gather_model,
     gather_training,
-    read_metrics,
     read_training,
     spread_state,
     write_training,
@@ -37,6 +35,7 @@ from attractor.config import GPTConfig, RunConfig, TrainConfig
 from attractor.data import Batches, Dataset
 from attractor.distributed import World, average_gradients, spread
 from attractor.evaluate import autocast, evaluate, perplexity, routing
+from attractor.files import finite, read_jsonl, write_text
 from attractor.layer import APN, ROLES, warmup_factor
 from attractor.loop import Loop, descend
 from attractor.model import GPT
@@ -197,7 +196,7 @@ class Trainer(Loop):
             (folder / "run.json").write_text(self.config.to_json())
             if kind == "last":
                 progress = {
-                    "step": self.step, "best_loss": number(self.best_loss), "best_step": self.best_step,
+                    "step": self.step, "best_loss": finite(self.best_loss), "best_step": self.best_step,
                     "evaluations_since_best": self.evaluations_since_best, "seconds": self.seconds,
                     "batches": self.batches.state_dict(),
                 }  # fmt: skip
@@ -208,8 +207,8 @@ class Trainer(Loop):
     def summary(self, interrupted: bool = False) -> dict[str, Any]:
         return {
             "step": self.step,
-            "best_val_loss": number(self.best_loss),
-            "best_val_ppl": number(perplexity(self.best_loss)),
+            "best_val_loss": finite(self.best_loss),
+            "best_val_ppl": finite(perplexity(self.best_loss)),
             "best_step": self.best_step,
             "seconds": self.seconds,
             "interrupted": interrupted,
@@ -313,11 +312,8 @@ class Trainer(Loop):
         (self.folder / "config.json").write_text(self.config.to_json())
         path = self.folder / "metrics.jsonl"
         # records after the checkpoint belong to a future that did not happen
-        records = read_metrics(path) if self.step else []
-        kept = [json.dumps(record) + "\n" for record in records if record["step"] <= self.step]
-        partial = path.with_name(".metrics.jsonl")
-        partial.write_text("".join(kept))
-        os.replace(partial, path)
+        records = read_jsonl(path, "step", self.step) if self.step else []
+        write_text(path, "".join(json.dumps(record) + "\n" for record in records))
         try:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -328,7 +324,7 @@ class Trainer(Loop):
         with path.open("a") as file:
 
             def record(values: dict[str, float]) -> None:
-                entry = {"step": self.step, **{name: number(value) for name, value in values.items()}}
+                entry = {"step": self.step, **finite(values)}
                 file.write(json.dumps(entry) + "\n")
                 file.flush()
                 for name, value in values.items():
@@ -341,11 +337,6 @@ class Trainer(Loop):
             finally:
                 if board is not None:
                     board.close()
-
-
-def number(value: float) -> float | None:
-    """JSON has no NaN and no infinity."""
-    return value if math.isfinite(value) else None
 
 
 def make_optimizer(model: nn.Module, train: TrainConfig, *, fused: bool = False) -> torch.optim.AdamW:

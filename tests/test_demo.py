@@ -17,9 +17,10 @@ import pytest
 import torch
 
 from attractor import demo
-from attractor.checkpoint import find_model, read_metrics
+from attractor.checkpoint import find_model
 from attractor.data import prepare, read_text, windows
 from attractor.demo import report
+from attractor.files import read_jsonl
 from attractor.model import GPT
 
 STEPS = 6
@@ -95,7 +96,7 @@ class Page(HTMLParser):
 
 def render(out, result) -> str:
     return report.render(
-        result, {model: read_metrics(out / model / "metrics.jsonl") for model in demo.MODELS}
+        result, {model: read_jsonl(out / model / "metrics.jsonl", "step") for model in demo.MODELS}
     )
 
 
@@ -170,7 +171,7 @@ def test_the_table_says_what_the_json_says(finished):
     for row, model in ((dense, "dense"), (apn, "apn")):
         losses = [
             record["val/loss"]
-            for record in read_metrics(out / model / "metrics.jsonl")
+            for record in read_jsonl(out / model / "metrics.jsonl", "step")
             if "val/loss" in record
         ]
         assert row["val_loss"] == pytest.approx(min(losses), abs=1e-6)

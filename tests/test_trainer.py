@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from attractor import checkpoint
+from attractor import checkpoint, files
 from attractor.config import APNConfig, GPTConfig, RunConfig, TrainConfig
 from attractor.data import Dataset, prepare, windows
 from attractor.evaluate import evaluate
@@ -136,7 +136,8 @@ def test_a_signal_does_not_replace_the_checkpoint_of_this_step(dataset, tmp_path
         return save(kind)
 
     monkeypatch.setattr(trainer, "save", save_and_stop)
-    monkeypatch.setattr(checkpoint, "remove_folder", None)  # a kill within it would lose the only checkpoint
+    for module in (checkpoint, files):  # a kill within it would lose the only checkpoint
+        monkeypatch.setattr(module, "remove_folder", None)
     assert trainer.run()["step"] == 3
 
 
@@ -206,10 +207,9 @@ def test_a_crash_while_saving_keeps_the_old_checkpoint(dataset, tmp_path, monkey
     trainer.run()
     before = weights(tmp_path)
     trainer.step = 4
-    for broken in ("save_file", "_flush", "os.rename"):
+    for module, broken in ((checkpoint, "save_file"), (files, "_flush"), (os, "rename")):
         with monkeypatch.context() as patch:
-            target = checkpoint.os if broken == "os.rename" else checkpoint
-            patch.setattr(target, broken.removeprefix("os."), _disk_full)
+            patch.setattr(module, broken, _disk_full)
             with pytest.raises(OSError, match="No space left"):
                 trainer.save("last")
         assert checkpoint.Checkpoints(tmp_path).newest("last").name == "last-00000003"
@@ -359,12 +359,12 @@ def test_a_kill_while_replacing_a_checkpoint_loses_nothing(tmp_path, monkeypatch
 
     def killed(old, new):
         renames.append(new)
-        if len(renames) == 2:  # the old one has stepped aside, the new one is not there yet
+        if len(renames) >= 2:  # the old one has stepped aside, the new one is not there yet
             raise KeyboardInterrupt
         return os_rename(old, new)
 
     os_rename = os.rename
-    monkeypatch.setattr(checkpoint.os, "rename", killed)
+    monkeypatch.setattr(os, "rename", killed)
     with pytest.raises(KeyboardInterrupt):
         checkpoints.save("best", 6, lambda folder: (folder / "a").write_text("new"))
     monkeypatch.undo()

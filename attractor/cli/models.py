@@ -12,10 +12,11 @@ import torch
 import tyro
 
 from attractor import analysis, distributed, ops
-from attractor.checkpoint import find_model, read_metrics
+from attractor.checkpoint import find_model
 from attractor.cli.common import INTERRUPTED, dataset_of, progress_bar
 from attractor.config import RunConfig
 from attractor.continual.guarded import GuardedLearner
+from attractor.files import read_jsonl
 from attractor.generate import generate
 from attractor.lm import LanguageModel
 from attractor.model import GPT
@@ -145,7 +146,7 @@ def model_card(folder: Path) -> str:
     if (folder / "run.json").is_file():
         data = RunConfig.from_json((folder / "run.json").read_text()).data
         lines.append(f"data             {data.source}, {data.tokenizer} tokens")
-    records = read_metrics(run / "metrics.jsonl")
+    records = read_jsonl(run / "metrics.jsonl", "step")
     if evaluations := [(r["val/loss"], r["step"]) for r in records if r.get("val/loss") is not None]:
         loss, step = min(evaluations)
         lines.append(f"best validation  {math.exp(loss):.4f} perplexity at step {step}")

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attractor.checkpoint import load_model, write_folder
+from attractor.checkpoint import load_model
 from attractor.continual import domains
 from attractor.continual import guarded_files as files
 from attractor.continual.config import GuardConfig
@@ -34,6 +34,7 @@ from attractor.continual.learner import OnlineLearner
 from attractor.continual.lesson import Observation, Text, Totals, tokens_of, whole_number
 from attractor.continual.overlay import Archive, Branch, Overlay, fingerprint
 from attractor.evaluate import autocast, evaluate, perplexity, token_losses
+from attractor.files import write_folder
 from attractor.generate import generate
 from attractor.lm import LanguageModel, TrainableModel
 from attractor.tokenizer import Tokenizer

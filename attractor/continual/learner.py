@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attractor import monitor
-from attractor.checkpoint import load_model, write_folder
+from attractor.checkpoint import load_model
 from attractor.config import PrecisionName, check_choice, check_number
 from attractor.continual import state as states
 from attractor.continual.allocate import Allocator, Habits
@@ -52,6 +52,7 @@ from attractor.continual.update import (
 )
 from attractor.data import IGNORED
 from attractor.evaluate import autocast, evaluate, perplexity, routing
+from attractor.files import write_folder
 from attractor.generate import generate
 from attractor.layer import APN
 from attractor.lm import TrainableModel, mode

@@ -22,10 +22,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from attractor.checkpoint import remove_folder, tensors_hash, write_folder
+from attractor.checkpoint import tensors_hash
 from attractor.config import check_choice, check_size
 from attractor.continual.baselines.lora import LowRank
 from attractor.continual.config import AlsoName, AttentionName, check_also
+from attractor.files import remove_folder, write_folder
 from attractor.layer import APN, PATCH_ROLES, ROLES, check_roles
 from attractor.lm import TrainableModel
 from attractor.model import GPT

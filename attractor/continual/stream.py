@@ -8,7 +8,6 @@ perplexities, what the gates held back, allocations. A run that was stopped goes
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from attractor.continual.lesson import Observation, Totals
+from attractor.files import finite, read_jsonl
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -68,7 +68,7 @@ def adapt(
     elif notes["canary"] != watched:
         raise ValueError(f"{out} watched another canary; give that one, or before and after are two texts")
     out.mkdir(parents=True, exist_ok=True)
-    kept = _records_until(out / "log.jsonl", learner.totals.tokens)
+    kept = read_jsonl(out / "log.jsonl", "tokens", learner.totals.tokens)
     every = -(-every // learner.budget) * learner.budget  # so that no lesson waits at a checkpoint
     names, pieces, stopped = list(texts), 0, False
 
@@ -116,7 +116,7 @@ def describe(learner: Learner, seen: Observation) -> dict[str, Any]:
     return {
         "tokens": learner.totals.tokens,
         "source": seen.source,
-        "loss": seen.loss if math.isfinite(seen.loss) else None,
+        "loss": finite(seen.loss),
         "taught": seen.taught,
         "held_back": seen.held_back,
         "updates": seen.updates,
@@ -129,19 +129,6 @@ def describe(learner: Learner, seen: Observation) -> dict[str, Any]:
 
 def _canary(learner: Learner, tokens: np.ndarray | None) -> float | None:
     return None if tokens is None else learner.perplexity(tokens)
-
-
-def _records_until(path: Path, tokens: int) -> list[dict[str, Any]]:
-    """Records after the checkpoint belong to a future that did not happen."""
-    records = []
-    for line in path.read_text().splitlines() if path.is_file() else []:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:  # cut short by a kill
-            continue
-        if isinstance(record, dict) and isinstance(record.get("tokens"), int) and record["tokens"] <= tokens:
-            records.append(record)
-    return records
 
 
 def _hash(tokens: np.ndarray) -> str:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attractor import monitor, presets
-from attractor.checkpoint import find_model, read_metrics
+from attractor.checkpoint import find_model
 from attractor.config import RunConfig
 from attractor.continual.baselines import FineTune
 from attractor.continual.config import GuardConfig, LearnConfig, UpdateConfig
@@ -24,6 +24,7 @@ from attractor.continual.guarded import GuardedLearner
 from attractor.data import Dataset, read_text, windows
 from attractor.demo.report import TITLES, comparison, learned, render, specialists, verdict
 from attractor.evaluate import evaluate, routing
+from attractor.files import read_jsonl
 from attractor.generate import generate
 from attractor.measure import train_and_measure
 from attractor.model import GPT
@@ -95,7 +96,7 @@ def run(
     }
     write_result(out / "demo.json", values)
     result = json.loads((out / "demo.json").read_text())
-    page = render(result, {model: read_metrics(out / model / "metrics.jsonl") for model in MODELS})
+    page = render(result, {model: read_jsonl(out / model / "metrics.jsonl", "step") for model in MODELS})
     (out / "report.html").write_text(page, encoding="utf-8")
     return result
 

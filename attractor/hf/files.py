@@ -17,8 +17,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from attractor.checkpoint import tensors_hash, write_folder
+from attractor.checkpoint import tensors_hash
 from attractor.config import APNConfig, check_choice
+from attractor.files import write_folder
 from attractor.layer import APN, FLOATS
 from attractor.version import __version__
 

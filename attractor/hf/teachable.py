@@ -21,11 +21,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from attractor.checkpoint import tensors_hash, write_folder
+from attractor.checkpoint import tensors_hash
 from attractor.config import APNConfig, check_size
 from attractor.continual.calibrate import CLOSED, Calibration
 from attractor.continual.config import LessonConfig
 from attractor.continual.lessons import Lessons
+from attractor.files import write_folder
 from attractor.hf.causal import CausalLM
 from attractor.hf.find import find_places
 from attractor.hf.halves import Halves

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from urllib.parse import quote
 
+from attractor.files import write_text
 from studies.cells import slug
 from studies.report import bench_tables, charts, study_tables
 from studies.report.readings import Bench, Result, bench_of, provenance
@@ -78,10 +79,7 @@ def kept(docs: Path) -> str:
 def write(files: Mapping[Path, str]) -> None:
     """Each file whole or not at all."""
     for path, text in files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".partial-{path.name}")
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
+        write_text(path, text)
 
 
 def shown(path: Path) -> str:

@@ -1,0 +1,116 @@
+"""Files and folders that appear whole or not at all, and JSON that every reader understands.
+
+What is written lies under another name first, is flushed to the disk and then renamed: a kill at any moment
+leaves what was there before, or what is new.
+"""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def write_file(path: Path, fill: Callable[[Path], object]) -> None:
+    """Call `fill` with the name of a file to write, flush it, and make it appear as `path`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".partial-{path.name}-{os.getpid()}")
+    try:
+        fill(partial)
+        _flush(partial)
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def write_text(path: Path, text: str) -> None:
+    write_file(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
+def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
+    """Call `fill` with an empty folder, flush what it wrote, and make it appear as `target`."""
+    partial = target.with_name(f".partial-{target.name}-{os.getpid()}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        fill(partial)
+        replace_folder(partial, target)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def replace_folder(partial: Path, target: Path) -> None:
+    """Flush a folder and its files, and make it appear as `target`; what was there goes only then."""
+    recover_folder(target)
+    for path in [*partial.iterdir(), partial]:
+        _flush(path)
+    replaced = _replaced(target)
+    if target.exists():  # it comes back, should we be killed before the next line is done
+        os.rename(target, replaced)
+    try:
+        os.rename(partial, target)
+    except BaseException:
+        if replaced.exists():
+            os.rename(replaced, target)
+        raise
+    if replaced.exists():
+        remove_folder(replaced)
+    _flush(target.parent)
+
+
+def recover_folder(target: Path) -> None:
+    """Undo a replacement that a kill cut short: the old folder comes back, or what is left of it goes."""
+    replaced = _replaced(target)
+    if replaced.exists() and not target.exists():
+        os.rename(replaced, target)
+    elif replaced.exists():
+        remove_folder(replaced)
+
+
+def remove_folder(folder: Path) -> None:
+    """Rename, then delete: a kill in between never leaves half a folder under its real name."""
+    doomed = folder.with_name(f".partial-removed-{folder.name}-{os.getpid()}")
+    os.rename(folder, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _replaced(target: Path) -> Path:
+    return target.with_name(f".replaced-{target.name}")
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def finite(values: Any) -> Any:
+    """The same for JSON, which has no NaN and no infinity: None where a number is not one."""
+    if isinstance(values, Mapping):
+        return {key: finite(value) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [finite(value) for value in values]
+    return None if isinstance(values, float) and not math.isfinite(values) else values
+
+
+def read_jsonl(path: Path, counter: str, until: float = math.inf) -> list[dict[str, Any]]:
+    """The records of a log whose `counter` is a whole number, `until` at most; none where there is no file.
+
+    So without lines that a kill cut short or that somebody else wrote, and where a run goes on from a
+    checkpoint, without the future that did not happen.
+    """
+    records = []
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get(counter), int) and record[counter] <= until:
+            records.append(record)
+    return records
