@@ -19,7 +19,7 @@ from attractor.continual.config import GuardConfig, LearnConfig, UpdateConfig, s
 from attractor.continual.gates import Surprise
 from attractor.continual.guard import BASE, Guard
 from attractor.continual.guarded import GuardedLearner
-from attractor.continual.lesson import Observation, Totals
+from attractor.continual.observation import Observation, Totals
 from attractor.continual.overlay import fingerprint
 from attractor.continual.update import NotFiniteUpdate
 from attractor.data import windows

@@ -14,7 +14,7 @@ from attractor.config import APNConfig, GPTConfig
 from attractor.continual import learner as learner_module
 from attractor.continual.config import AllocationConfig, GateConfig, LearnConfig, UpdateConfig
 from attractor.continual.learner import OnlineLearner
-from attractor.continual.lesson import contiguous_windows
+from attractor.continual.observation import contiguous_windows
 from attractor.layer import PATCH_ROLES, ROLES
 from attractor.model import GPT
 from attractor.tokenizer import CharTokenizer
@@ -52,8 +52,8 @@ def state_of(learner):
         for part in dataclasses.fields(habits):
             state[f"{number}.{part.name}"] = copy.deepcopy(getattr(habits, part.name))
         state[f"{number}.config"] = learner.layers[number].config
-    for part in dataclasses.fields(learner.lesson):
-        state[f"lesson.{part.name}"] = copy.deepcopy(getattr(learner.lesson, part.name))
+    for part in dataclasses.fields(learner.gathered):
+        state[f"gathered.{part.name}"] = copy.deepcopy(getattr(learner.gathered, part.name))
     return state | {"totals": learner.totals, "history": learner.history.copy(), "source": learner.source}
 
 
@@ -337,7 +337,7 @@ def test_step_is_one_update():
     assert learner.totals.updates == 30
     assert learner.totals.tokens == 30 * x.numel()
     assert losses[-1] < losses[0]
-    assert learner.lesson.tokens == 0
+    assert learner.gathered.tokens == 0
 
 
 def test_step_leaves_ignored_targets_out():
@@ -466,4 +466,4 @@ def test_counters_add_up(sizes, budget):
     assert total.scored == learner.totals.scored == sum(sizes) - 1
     assert total.taught + sum(total.held_back.values()) == total.scored
     assert total.pending == sum(sizes) % budget
-    assert learner.totals.tokens - learner.lesson.tokens == sum(sizes) // budget * budget
+    assert learner.totals.tokens - learner.gathered.tokens == sum(sizes) // budget * budget

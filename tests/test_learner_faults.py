@@ -41,7 +41,7 @@ def test_all_or_nothing(stage, pending, monkeypatch):
     assert learner.totals.allocations == 2  # once in both layers
     if pending:
         learner.observe(stream(5, seed=1))
-        assert learner.lesson.tokens == 6
+        assert learner.gathered.tokens == 6
     before = state_of(learner) | around(learner)
     target, call = STAGES[stage]
     original = _find(target)
@@ -137,7 +137,7 @@ def test_files(mode, tmp_path):
     learner.observe(stream(300), source="web")
     assert (learner.totals.allocations > 3) == (mode != "off")
     learner.save(tmp_path / "saved")
-    assert learner.lesson.tokens == 0
+    assert learner.gathered.tokens == 0
     loaded = OnlineLearner.load(tmp_path / "saved")
     assert_same(state_of(loaded), state_of(learner))
     assert loaded.config == learner.config

@@ -18,7 +18,7 @@ from torch import Tensor
 from attractor.continual.config import GuardConfig
 from attractor.continual.gates import Surprise
 from attractor.continual.guard import BASE
-from attractor.continual.lesson import Observation, Totals
+from attractor.continual.observation import Observation, Totals
 from attractor.lm import LanguageModel
 
 log = logging.getLogger("attractor")

@@ -31,7 +31,7 @@ from attractor.continual.consolidate import Consolidation, consolidate
 from attractor.continual.gates import Surprise
 from attractor.continual.guard import BASE, Guard
 from attractor.continual.learner import OnlineLearner
-from attractor.continual.lesson import Observation, Text, Totals, tokens_of, whole_number
+from attractor.continual.observation import Observation, Text, Totals, tokens_of, whole_number
 from attractor.continual.overlay import Archive, Branch, Overlay, fingerprint
 from attractor.evaluate import autocast, evaluate, perplexity, token_losses
 from attractor.files import write_folder
@@ -261,7 +261,7 @@ class GuardedLearner:
 
     def _keep_version(self, held: Source, **notes: Any) -> None:
         held.version += 1
-        tokens = held.tokens - held.learner.lesson.tokens  # those that wait are in no weights yet
+        tokens = held.tokens - held.learner.gathered.tokens  # those that wait are in no weights yet
         held.versions[held.version] = held.branch.overlay(version=held.version, tokens=tokens, **notes)
         for old in sorted(held.versions)[: -self.config.keep_versions]:
             del held.versions[old]

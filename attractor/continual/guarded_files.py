@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from attractor.continual import domains
 from attractor.continual.gates import Surprise
-from attractor.continual.lesson import Totals, whole_number
+from attractor.continual.observation import Totals, whole_number
 from attractor.continual.overlay import Overlay
 
 if TYPE_CHECKING:

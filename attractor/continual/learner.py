@@ -32,8 +32,8 @@ from attractor.continual.allocate import Allocator, Habits
 from attractor.continual.baselines.baseline import check_batch
 from attractor.continual.config import LearnConfig, settled
 from attractor.continual.gates import Surprise, admit
-from attractor.continual.lesson import (
-    Lesson,
+from attractor.continual.observation import (
+    Gathered,
     Observation,
     Text,
     Totals,
@@ -92,7 +92,7 @@ class OnlineLearner:
             if self.config.scale_factor != 1 or layer.scale_factor is not None:
                 layer.set_scale_factor(self.config.scale_factor)
         self.history = np.zeros(0, dtype=np.int64)
-        self.lesson = Lesson()
+        self.gathered = Gathered()
         self.totals = Totals()
         self.source: str | None = None
         self.notes: dict[str, Any] = {}  # whoever feeds the stream may keep its own place here
@@ -148,7 +148,7 @@ class OnlineLearner:
                 done, history = done.then(self.flush()), history[:0]
             most = max(1, TOKENS_PER_PASS // self.model.config.context) * self.model.config.context
             while len(tokens):
-                piece = min(len(tokens), self.config.budget - self.lesson.tokens, most)
+                piece = min(len(tokens), self.config.budget - self.gathered.tokens, most)
                 done = done.then(self._observe_piece(tokens[:piece], history, source))
                 tokens, history = tokens[piece:], self.history
         except Exception as error:
@@ -158,11 +158,11 @@ class OnlineLearner:
 
     def flush(self) -> Observation:
         """Learn from the tokens that wait for the next update."""
-        if not self.lesson.tokens:
+        if not self.gathered.tokens:
             return Observation(source=self.source)
         with all_or_nothing(self._undo) as undo:
-            seen, habits = self._learn(self.lesson, self.totals.tokens, undo)
-        self._commit(seen, Lesson(), self.totals.surprise, habits)
+            seen, habits = self._learn(self.gathered, self.totals.tokens, undo)
+        self._commit(seen, Gathered(), self.totals.surprise, habits)
         return seen
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
@@ -176,10 +176,10 @@ class OnlineLearner:
         self.flush()
         inputs, targets = batch
         with all_or_nothing(self._undo) as undo:
-            lesson, seen, surprise = self._score(inputs, targets, targets != IGNORED)
-            result, habits = self._learn(lesson, self.totals.tokens + inputs.numel(), undo)
+            gathered, seen, surprise = self._score(inputs, targets, targets != IGNORED)
+            result, habits = self._learn(gathered, self.totals.tokens + inputs.numel(), undo)
         seen = dataclasses.replace(seen, tokens=inputs.numel()).then(result)
-        self._commit(seen, Lesson(), surprise, habits)
+        self._commit(seen, Gathered(), surprise, habits)
         return seen.loss
 
     @contextmanager
@@ -190,12 +190,12 @@ class OnlineLearner:
         """
         if self._undo is not None:
             raise ValueError("an attempt is going on already")
-        kept = self.totals, self.lesson, self.allocator.habits, self.history, self.source
+        kept = self.totals, self.gathered, self.allocator.habits, self.history, self.source
         try:
             with all_or_nothing() as self._undo:
                 yield self._undo
         except BaseException:
-            self.totals, self.lesson, self.allocator.habits, self.history, self.source = kept
+            self.totals, self.gathered, self.allocator.habits, self.history, self.source = kept
             raise
         finally:
             self._undo = None
@@ -213,33 +213,33 @@ class OnlineLearner:
         """All or nothing: nothing of ours changes before everything has succeeded."""
         context = self.model.config.context
         batch = contiguous_windows(history, tokens, context)
-        lesson, seen, surprise = Lesson(), Observation(), self.totals.surprise
+        gathered, seen, surprise = Gathered(), Observation(), self.totals.surprise
         with all_or_nothing(self._undo) as undo:
             if batch is not None:
-                lesson, seen, surprise = self._score(*batch)
-            lesson = self.lesson.plus(dataclasses.replace(lesson, tokens=len(tokens)))
+                gathered, seen, surprise = self._score(*batch)
+            gathered = self.gathered.plus(dataclasses.replace(gathered, tokens=len(tokens)))
             seen = dataclasses.replace(seen, tokens=len(tokens), source=source)
             habits: dict[Any, Habits] = {}
-            if lesson.tokens >= self.config.budget:
-                learned, habits = self._learn(lesson, self.totals.tokens + len(tokens), undo)
-                seen, lesson = seen.then(learned), Lesson()
-            elif not all(gradient.isfinite().all() for gradient in lesson.gradients.values()):
+            if gathered.tokens >= self.config.budget:
+                learned, habits = self._learn(gathered, self.totals.tokens + len(tokens), undo)
+                seen, gathered = seen.then(learned), Gathered()
+            elif not all(gradient.isfinite().all() for gradient in gathered.gradients.values()):
                 raise NotFiniteUpdate("a gradient of this text is not finite; nothing was changed")
-        seen = dataclasses.replace(seen, pending=lesson.tokens, source=source)
-        self._commit(seen, lesson, surprise, habits)
+        seen = dataclasses.replace(seen, pending=gathered.tokens, source=source)
+        self._commit(seen, gathered, surprise, habits)
         self.source, self.history = source, np.concatenate([history, tokens])[-context:]
         return seen
 
     def _commit(
-        self, seen: Observation, lesson: Lesson, surprise: Surprise, habits: dict[Any, Habits]
+        self, seen: Observation, gathered: Gathered, surprise: Surprise, habits: dict[Any, Habits]
     ) -> None:
         self.totals = self.totals.after(seen, surprise)
-        self.lesson = lesson
+        self.gathered = gathered
         self.allocator.habits = self.allocator.habits | habits
 
     def _score(
         self, inputs: Tensor, targets: Tensor, counted: Tensor
-    ) -> tuple[Lesson, Observation, Surprise]:
+    ) -> tuple[Gathered, Observation, Surprise]:
         """Losses, gates and gradients of the `counted` tokens. Changes nothing."""
         inputs, targets, counted = (x.to(self.device) for x in (inputs, targets, counted))
         keep_inputs = self.config.allocation.mode != "off" or self.config.prototype_rate > 0
@@ -274,11 +274,11 @@ class OnlineLearner:
                     for (key, p), gradient in zip(names, found, strict=True)
                 }
         chosen, counts = used_patches(stats, counted, admission.admitted)
-        lesson = Lesson(inputs.numel(), taught, gradients, chosen, counts)
+        gathered = Gathered(inputs.numel(), taught, gradients, chosen, counts)
         if self.config.prototype_rate:
             pulls = {n: pull(self.layers[n], stats[n], x, admission.admitted) for n, x in captured.items()}
             toward, amount = ({number: pair[part] for number, pair in pulls.items()} for part in (0, 1))
-            lesson = dataclasses.replace(lesson, toward=toward, amount=amount)
+            gathered = dataclasses.replace(gathered, toward=toward, amount=amount)
         if self.config.allocation.mode != "off":
             outlook = {
                 number: self.allocator.outlook(
@@ -286,47 +286,49 @@ class OnlineLearner:
                 )
                 for number, x in captured.items()
             }
-            lesson = dataclasses.replace(lesson, outlook=outlook)
+            gathered = dataclasses.replace(gathered, outlook=outlook)
         held_back = {
             name: int(count) for name, count in zip(admission.held_back, told[4:], strict=True) if count
         }
         seen = Observation(loss_sum=loss_sum, scored=scored, taught=taught, held_back=held_back)
-        return lesson, seen, self.totals.surprise.after_sums(scored, loss_sum, square_sum)
+        return gathered, seen, self.totals.surprise.after_sums(scored, loss_sum, square_sum)
 
-    def _learn(self, lesson: Lesson, token: int, undo: Undo) -> tuple[Observation, dict[Any, Habits]]:
-        """One update from a lesson. What it changes is taken back by `undo`; counters are the caller's."""
-        habits = {n: self.allocator.with_usage(n, lesson.counts[n], lesson.tokens) for n in lesson.counts}
+    def _learn(self, gathered: Gathered, token: int, undo: Undo) -> tuple[Observation, dict[Any, Habits]]:
+        """One update from what was gathered. `undo` takes its changes back; counters are the caller's."""
+        habits = {
+            n: self.allocator.with_usage(n, gathered.counts[n], gathered.tokens) for n in gathered.counts
+        }
         taught: dict[Any, Tensor] = {}
         changes: dict[Any, float] = {}
-        if lesson.taught:
-            sizes = [len(chosen) for chosen in lesson.chosen.values()]
-            masks = torch.cat(list(lesson.chosen.values())).cpu().split(sizes)
-            for number, chosen in zip(lesson.chosen, masks, strict=True):
+        if gathered.taught:
+            sizes = [len(chosen) for chosen in gathered.chosen.values()]
+            masks = torch.cat(list(gathered.chosen.values())).cpu().split(sizes)
+            for number, chosen in zip(gathered.chosen, masks, strict=True):
                 patches = chosen.nonzero().flatten()
                 if self.config.max_patches is not None:
                     usual = self.allocator.habits[number].usage * self.config.allocation.usage_horizon
-                    used = lesson.counts[number].cpu(), usual.cpu()
+                    used = gathered.counts[number].cpu(), usual.cpu()
                     patches = most_specific(patches, *used, self.config.max_patches)
                 taught[number] = patches
-            smaller = settled(token - lesson.tokens, self.config.rate_horizon)
-            with self._gradients(lesson.gradients):
+            smaller = settled(token - gathered.tokens, self.config.rate_horizon)
+            with self._gradients(gathered.gradients):
                 changes = self.update.step(
-                    taught, gradient_scale=1 / lesson.taught, rate_scale=smaller, undo=undo
+                    taught, gradient_scale=1 / gathered.taught, rate_scale=smaller, undo=undo
                 )
             if self.config.prototype_rate:
                 rate = self.config.prototype_rate * smaller
                 for number, patches in taught.items():
-                    toward, amount = lesson.toward[number], lesson.amount[number]
+                    toward, amount = gathered.toward[number], gathered.amount[number]
                     patches = patches.to(self.device)
                     turn(self.layers[number], patches, toward, amount, rate, undo)
         events = []
-        for number, outlook in lesson.outlook.items():
+        for number, outlook in gathered.outlook.items():
             habits[number], event = self.allocator.allocate(
                 number, habits[number], outlook, token, self.update, undo
             )
             events += [event] if event is not None else []
         return Observation(
-            updates=int(lesson.taught > 0), patches={n: len(patches) for n, patches in taught.items()},
+            updates=int(gathered.taught > 0), patches={n: len(patches) for n, patches in taught.items()},
             largest_change=changes, allocations=tuple(events), source=self.source,
         ), habits  # fmt: skip
 

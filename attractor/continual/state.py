@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from attractor.continual.allocate import Habits
-from attractor.continual.lesson import Totals, whole_number
+from attractor.continual.observation import Totals, whole_number
 
 if TYPE_CHECKING:
     from attractor.continual.learner import OnlineLearner

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from attractor.continual.lesson import Observation, Totals
+from attractor.continual.observation import Observation, Totals
 from attractor.files import finite, read_jsonl
 
 Report = Callable[[dict[str, Any]], None]

@@ -22,7 +22,7 @@ import numpy as np
 from attractor import monitor
 from attractor.continual.guard import BASE, Guard
 from attractor.continual.guarded import GuardedLearner, Source
-from attractor.continual.lesson import Observation
+from attractor.continual.observation import Observation
 from attractor.continual.update import NotFiniteUpdate
 from attractor.serve.effects import (
     Change,

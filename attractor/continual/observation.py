@@ -61,8 +61,8 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class Lesson:
-    """What tokens since the last update teach."""
+class Gathered:
+    """What the tokens since the last update teach: the next update learns it."""
 
     tokens: int = 0
     taught: int = 0
@@ -73,10 +73,10 @@ class Lesson:
     amount: dict[Any, Tensor] = field(default_factory=dict)  # layer -> (K) sum of w of admitted tokens
     outlook: dict[Any, Outlook] = field(default_factory=dict)  # layer -> what its router made of all tokens
 
-    def plus(self, other: "Lesson") -> "Lesson":
+    def plus(self, other: "Gathered") -> "Gathered":
         parts = ("gradients", "chosen", "counts", "toward", "amount", "outlook")
         sums = {part: join(add, getattr(self, part), getattr(other, part)) for part in parts}
-        return Lesson(self.tokens + other.tokens, self.taught + other.taught, **sums)
+        return Gathered(self.tokens + other.tokens, self.taught + other.taught, **sums)
 
 
 @dataclass(frozen=True)
