@@ -64,10 +64,21 @@ def _operator(run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[...
 
 
 def fused(
-    z_nd: Tensor, P_Kd: Tensor, V_dr: Tensor, a_Kr: Tensor | None, b_Kr: Tensor, U_Krd: Tensor,
-    keep_nk: Tensor | None, radius_K: Tensor | None, top_k: int, temperature: float, scale: float,
-    cosine: bool, dtype: torch.dtype, backward: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    z_nd: Tensor,
+    P_Kd: Tensor,
+    V_dr: Tensor,
+    a_Kr: Tensor | None,
+    b_Kr: Tensor,
+    U_Krd: Tensor,
+    keep_nk: Tensor | None,
+    radius_K: Tensor | None,
+    top_k: int,
+    temperature: float,
+    scale: float,
+    cosine: bool,
+    dtype: torch.dtype,
+    backward: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """update, indices, weights, confidence; then what the backward pass needs (empty if there is none)."""
     from attractor.ops import kernels
 
@@ -75,9 +86,21 @@ def fused(
     shape = Shape(n, d, K, top_k, r, dtype)
     device = z_nd.device
     outputs = _fake_fused(
-        z_nd, P_Kd, V_dr, a_Kr, b_Kr, U_Krd, keep_nk, radius_K, top_k, temperature, scale, cosine, dtype,
+        z_nd,
+        P_Kd,
+        V_dr,
+        a_Kr,
+        b_Kr,
+        U_Krd,
+        keep_nk,
+        radius_K,
+        top_k,
+        temperature,
+        scale,
+        cosine,
+        dtype,
         backward,
-    )  # fmt: skip
+    )
     _, idx_nk, w_nk, confidence_n, s_nk, u_nr, inverse_z_n, inverse_p_K, order, numbers = outputs
     if n == 0:
         return outputs
@@ -85,13 +108,34 @@ def fused(
         scores_nK = torch.empty(n, K, device=device)
         blocks = shape.blocks("few_scores")
         kernels.few_scores[(n, -(-K // blocks["BK"]) + -(-r // blocks["BK"]))](
-            z_nd, P_Kd, V_dr, radius_K, scores_nK, u_nr, 1 / temperature, K=K, D=d, R=r,
-            D_P=launch.power(d, 16), COSINE=cosine, HAS_RADIUS=radius_K is not None, **blocks,
-        )  # fmt: skip
+            z_nd,
+            P_Kd,
+            V_dr,
+            radius_K,
+            scores_nK,
+            u_nr,
+            1 / temperature,
+            K=K,
+            D=d,
+            R=r,
+            D_P=launch.power(d, 16),
+            COSINE=cosine,
+            HAS_RADIUS=radius_K is not None,
+            **blocks,
+        )
         update_nd = launch.decode_few(
-            shape, scores_nK, u_nr, a_Kr, b_Kr, U_Krd, idx_nk, w_nk, confidence_n, scale,
+            shape,
+            scores_nK,
+            u_nr,
+            a_Kr,
+            b_Kr,
+            U_Krd,
+            idx_nk,
+            w_nk,
+            confidence_n,
+            scale,
             has_radius=radius_K is not None,
-        )  # fmt: skip
+        )
         return update_nd, *outputs[1:]
     histogram = launch.empty_histogram(shape, device)
     float32 = torch.float32 in (z_nd.dtype, P_Kd.dtype)
@@ -102,11 +146,33 @@ def fused(
     )
     blocks["BK"] = min(blocks["BK"], launch.power(K, 16))
     kernels.route[(-(-n // blocks["BN"]),)](
-        z_nd, P_Kd, V_dr, keep_nk, radius_K, idx_nk, w_nk, s_nk, u_nr, inverse_z_n, inverse_p_K,
-        confidence_n, histogram, n, 1 / temperature, K=K, k=top_k, k_P=launch.power(top_k, 2), COSINE=cosine,
-        SPLIT=split, HAS_KEEP=keep_nk is not None, HAS_RADIUS=radius_K is not None, COUNT=True,
-        **shape.sizes(), **shape.dots(), **blocks,
-    )  # fmt: skip
+        z_nd,
+        P_Kd,
+        V_dr,
+        keep_nk,
+        radius_K,
+        idx_nk,
+        w_nk,
+        s_nk,
+        u_nr,
+        inverse_z_n,
+        inverse_p_K,
+        confidence_n,
+        histogram,
+        n,
+        1 / temperature,
+        K=K,
+        k=top_k,
+        k_P=launch.power(top_k, 2),
+        COSINE=cosine,
+        SPLIT=split,
+        HAS_KEEP=keep_nk is not None,
+        HAS_RADIUS=radius_K is not None,
+        COUNT=True,
+        **shape.sizes(),
+        **shape.dots(),
+        **blocks,
+    )
     plan = Plan(order, numbers) if backward else Plan.empty(shape, device)
     plan.make(shape, idx_nk, histogram)
     known_n = None if radius_K is None else confidence_n
@@ -115,10 +181,21 @@ def fused(
 
 
 def _fake_fused(
-    z_nd: Tensor, P_Kd: Tensor, V_dr: Tensor, a_Kr: Tensor | None, b_Kr: Tensor, U_Krd: Tensor,
-    keep_nk: Tensor | None, radius_K: Tensor | None, top_k: int, temperature: float, scale: float,
-    cosine: bool, dtype: torch.dtype, backward: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    z_nd: Tensor,
+    P_Kd: Tensor,
+    V_dr: Tensor,
+    a_Kr: Tensor | None,
+    b_Kr: Tensor,
+    U_Krd: Tensor,
+    keep_nk: Tensor | None,
+    radius_K: Tensor | None,
+    top_k: int,
+    temperature: float,
+    scale: float,
+    cosine: bool,
+    dtype: torch.dtype,
+    backward: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     (n, d), (K, r) = z_nd.shape, (P_Kd.shape[0], V_dr.shape[1])
     plan = Plan.empty(Shape(n if backward else 0, d, K, top_k, r, dtype), z_nd.device)
 
@@ -126,20 +203,45 @@ def _fake_fused(
         return torch.empty(sizes, dtype=dtype, device=z_nd.device)
 
     return (
-        new(n, d, dtype=dtype), new(n, top_k, dtype=torch.int32), new(n, top_k), new(n), new(n, top_k),
-        new(n, r), new(n), new(K), plan.order, plan.numbers,
-    )  # fmt: skip
+        new(n, d, dtype=dtype),
+        new(n, top_k, dtype=torch.int32),
+        new(n, top_k),
+        new(n),
+        new(n, top_k),
+        new(n, r),
+        new(n),
+        new(K),
+        plan.order,
+        plan.numbers,
+    )
 
 
 _fused = _operator(fused, _fake_fused)
 
 
 def fused_backward(
-    grad_nd: Tensor, grad_w_nk: Tensor | None, grad_confidence_n: Tensor | None, z_nd: Tensor, P_Kd: Tensor,
-    V_dr: Tensor, a_Kr: Tensor | None, b_Kr: Tensor, U_Krd: Tensor, idx_nk: Tensor, w_nk: Tensor,
-    s_nk: Tensor, u_nr: Tensor, inverse_z_n: Tensor, inverse_p_K: Tensor, order: Tensor, numbers: Tensor,
-    temperature: float, scale: float, cosine: bool, has_radius: bool,
-) -> list[Tensor]:  # fmt: skip
+    grad_nd: Tensor,
+    grad_w_nk: Tensor | None,
+    grad_confidence_n: Tensor | None,
+    z_nd: Tensor,
+    P_Kd: Tensor,
+    V_dr: Tensor,
+    a_Kr: Tensor | None,
+    b_Kr: Tensor,
+    U_Krd: Tensor,
+    idx_nk: Tensor,
+    w_nk: Tensor,
+    s_nk: Tensor,
+    u_nr: Tensor,
+    inverse_z_n: Tensor,
+    inverse_p_K: Tensor,
+    order: Tensor,
+    numbers: Tensor,
+    temperature: float,
+    scale: float,
+    cosine: bool,
+    has_radius: bool,
+) -> list[Tensor]:
     """Gradients of z, V, U, P, b and, with vector gates, a."""
     from attractor.ops import kernels
 
@@ -154,12 +256,34 @@ def fused_backward(
     grad_s_nk, coefficient_nk, grad_z_nd = map(torch.empty_like, (w_nk, w_nk, z_nd))
     blocks = shape.blocks("token_backward")
     kernels.token_backward[(-(-n // blocks["BN"]),)](
-        z_nd, P_Kd, V_dr, idx_nk, w_nk, s_nk, inverse_z_n, inverse_p_K, grads.code, grads.weight, grad_w_nk,
-        grad_confidence_n, grad_u_nr, grad_s_nk, coefficient_nk, grad_z_nd, n, 1 / temperature, k=k,
-        k_P=launch.power(k, 2), COSINE=cosine, HAS_W=grad_w_nk is not None,
-        HAS_CONFIDENCE=grad_confidence_n is not None, HAS_RADIUS=has_radius, **shape.sizes(), **shape.dots(),
+        z_nd,
+        P_Kd,
+        V_dr,
+        idx_nk,
+        w_nk,
+        s_nk,
+        inverse_z_n,
+        inverse_p_K,
+        grads.code,
+        grads.weight,
+        grad_w_nk,
+        grad_confidence_n,
+        grad_u_nr,
+        grad_s_nk,
+        coefficient_nk,
+        grad_z_nd,
+        n,
+        1 / temperature,
+        k=k,
+        k_P=launch.power(k, 2),
+        COSINE=cosine,
+        HAS_W=grad_w_nk is not None,
+        HAS_CONFIDENCE=grad_confidence_n is not None,
+        HAS_RADIUS=has_radius,
+        **shape.sizes(),
+        **shape.dots(),
         **blocks,
-    )  # fmt: skip
+    )
     blocks = shape.blocks("encoder_backward")
     channels = -(-d // blocks["BD"])
     parts = torch.empty(max(1, min(-(-n // blocks["BN"]), 256 // channels)), d, r, device=z_nd.device)
@@ -169,16 +293,36 @@ def fused_backward(
     grad_V_dr = torch.empty_like(V_dr)
     kernels.add_up[(-(-d * r // 256),)](parts, grad_V_dr, parts.shape[0], SIZE=d * r, BLOCK=256)
     banks = launch.bank_backward(
-        shape, plan, grad_nd, grads, U_Krd, scale, a_Kr, b_Kr, z_nd, P_Kd, s_nk, grad_s_nk, coefficient_nk,
+        shape,
+        plan,
+        grad_nd,
+        grads,
+        U_Krd,
+        scale,
+        a_Kr,
+        b_Kr,
+        z_nd,
+        P_Kd,
+        s_nk,
+        grad_s_nk,
+        coefficient_nk,
         inverse_p_K,
-    )  # fmt: skip
+    )
     return [grad_z_nd, grad_V_dr, *banks]
 
 
 def _fake_fused_backward(
-    grad_nd: Tensor, grad_w_nk: Tensor | None, grad_confidence_n: Tensor | None, z_nd: Tensor, P_Kd: Tensor,
-    V_dr: Tensor, a_Kr: Tensor | None, b_Kr: Tensor, U_Krd: Tensor, *rest: Any,
-) -> list[Tensor]:  # fmt: skip
+    grad_nd: Tensor,
+    grad_w_nk: Tensor | None,
+    grad_confidence_n: Tensor | None,
+    z_nd: Tensor,
+    P_Kd: Tensor,
+    V_dr: Tensor,
+    a_Kr: Tensor | None,
+    b_Kr: Tensor,
+    U_Krd: Tensor,
+    *rest: Any,
+) -> list[Tensor]:
     given = [z_nd, V_dr, U_Krd, P_Kd, b_Kr] + ([] if a_Kr is None else [a_Kr])
     return [torch.empty_like(x) for x in given]
 
@@ -191,10 +335,22 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, z: Tensor, P: Tensor, V: Tensor, a: Tensor | None, b: Tensor, U: Tensor,
-        keep: Tensor | None, radius: Tensor | None, top_k: int, temperature: float, scale: float,
-        cosine: bool, dtype: torch.dtype, backward: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        ctx: Any,
+        z: Tensor,
+        P: Tensor,
+        V: Tensor,
+        a: Tensor | None,
+        b: Tensor,
+        U: Tensor,
+        keep: Tensor | None,
+        radius: Tensor | None,
+        top_k: int,
+        temperature: float,
+        scale: float,
+        cosine: bool,
+        dtype: torch.dtype,
+        backward: bool,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         update, idx, w, confidence, *rest = _fused(
             z, P, V, a, b, U, keep, radius, top_k, temperature, scale, cosine, dtype, backward
         )
@@ -214,17 +370,27 @@ class _Fused(torch.autograd.Function):
             if z.dtype != U.dtype:
                 raise RuntimeError('second derivatives under autocast need backend="reference"')
             grads = reference.differentiable_backward(
-                saved[:8], (grad, None, grad_w, grad_c), top_k=top_k, temperature=temperature, scale=scale,
+                saved[:8],
+                (grad, None, grad_w, grad_c),
+                top_k=top_k,
+                temperature=temperature,
+                scale=scale,
                 routing="cosine" if cosine else "dot",
-            )  # fmt: skip
+            )
             return *grads, *[None] * 6
         if grad is None:  # only the weights or the confidence were used
             grad = torch.zeros(z.shape, dtype=U.dtype, device=z.device)
         extra = (None if x is None else x.contiguous() for x in (grad_w, grad_c))
         dz, dV, dU, dP, db, *da = _fused_backward(
-            grad.contiguous(), *extra, *saved[:6], *saved[8:], temperature, scale, cosine,
+            grad.contiguous(),
+            *extra,
+            *saved[:6],
+            *saved[8:],
+            temperature,
+            scale,
+            cosine,
             saved[7] is not None,
-        )  # fmt: skip
+        )
         return dz, dP, dV, da[0] if a is not None else None, db, dU, *[None] * 8
 
 
@@ -307,9 +473,11 @@ def _wants_graph() -> bool:
 def decode(code_nkq: Tensor, U_Kqd: Tensor, idx_nk: Tensor) -> Tensor:
     dtype = _product_dtype(code_nkq)
     return _FusedDecode.apply(
-        code_nkq.to(dtype).contiguous(), U_Kqd.to(dtype).contiguous(), idx_nk.int().contiguous(),
+        code_nkq.to(dtype).contiguous(),
+        U_Kqd.to(dtype).contiguous(),
+        idx_nk.int().contiguous(),
         _needs_backward(code_nkq, U_Kqd),
-    )  # fmt: skip
+    )
 
 
 def decode_in_parts(code_nkq: Tensor, U_Kqd: Tensor, idx_nk: Tensor) -> Tensor:
@@ -330,24 +498,57 @@ def _product_dtype(x: Tensor) -> torch.dtype:
 
 
 def apn(
-    z_nd: Tensor, P_Km: Tensor, V_dr: Tensor, a_Kr: Tensor | None, b_Kr: Tensor, U_Kqd: Tensor, *, top_k: int,
-    temperature: float, scale: float | Tensor, routing: str, U0_rd: Tensor | None = None,
-    A_Krq: Tensor | None = None, projection_gdm: Tensor | None = None, keep_nk: Tensor | None = None,
+    z_nd: Tensor,
+    P_Km: Tensor,
+    V_dr: Tensor,
+    a_Kr: Tensor | None,
+    b_Kr: Tensor,
+    U_Kqd: Tensor,
+    *,
+    top_k: int,
+    temperature: float,
+    scale: float | Tensor,
+    routing: str,
+    U0_rd: Tensor | None = None,
+    A_Krq: Tensor | None = None,
+    projection_gdm: Tensor | None = None,
+    keep_nk: Tensor | None = None,
     radius_K: Tensor | None = None,
-) -> APNOutput:  # fmt: skip
+) -> APNOutput:
     if U0_rd is not None or projection_gdm is not None or V_dr.shape[1] > MOST_RANK:
         return reference.apn(
-            z_nd, P_Km, V_dr, a_Kr, b_Kr, U_Kqd, top_k=top_k, temperature=temperature, scale=scale,
-            routing=routing, U0_rd=U0_rd, A_Krq=A_Krq, projection_gdm=projection_gdm, keep_nk=keep_nk,
-            radius_K=radius_K, decode=decode_in_parts,
-        )  # fmt: skip
+            z_nd,
+            P_Km,
+            V_dr,
+            a_Kr,
+            b_Kr,
+            U_Kqd,
+            top_k=top_k,
+            temperature=temperature,
+            scale=scale,
+            routing=routing,
+            U0_rd=U0_rd,
+            A_Krq=A_Krq,
+            projection_gdm=projection_gdm,
+            keep_nk=keep_nk,
+            radius_K=radius_K,
+            decode=decode_in_parts,
+        )
     dtype = _product_dtype(z_nd)
     update, idx, w, confidence = _Fused.apply(
-        z_nd.contiguous(), P_Km.contiguous(), V_dr.to(dtype).contiguous(),
-        None if a_Kr is None else a_Kr.contiguous(), b_Kr.contiguous(), U_Kqd.to(dtype).contiguous(),
+        z_nd.contiguous(),
+        P_Km.contiguous(),
+        V_dr.to(dtype).contiguous(),
+        None if a_Kr is None else a_Kr.contiguous(),
+        b_Kr.contiguous(),
+        U_Kqd.to(dtype).contiguous(),
         None if keep_nk is None else keep_nk.contiguous(),
-        None if radius_K is None else radius_K.contiguous(), top_k, temperature,
-        1.0 if isinstance(scale, Tensor) else float(scale), routing == "cosine", dtype,
+        None if radius_K is None else radius_K.contiguous(),
+        top_k,
+        temperature,
+        1.0 if isinstance(scale, Tensor) else float(scale),
+        routing == "cosine",
+        dtype,
         _needs_backward(z_nd, P_Km, V_dr, a_Kr, b_Kr, U_Kqd),
-    )  # fmt: skip
+    )
     return APNOutput(scale * update if isinstance(scale, Tensor) else update, idx, w, confidence)

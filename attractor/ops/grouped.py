@@ -166,10 +166,20 @@ def inverse_length(length: Tensor) -> Tensor:
 
 
 def forward(
-    z_nd: Tensor, P_Kd: Tensor, V_dr: Tensor, a_Kr: Tensor | None, b_Kr: Tensor, U_Krd: Tensor,
-    keep_nk: Tensor | None, radius_K: Tensor | None, *, top_k: int, temperature: float, scale: float,
+    z_nd: Tensor,
+    P_Kd: Tensor,
+    V_dr: Tensor,
+    a_Kr: Tensor | None,
+    b_Kr: Tensor,
+    U_Krd: Tensor,
+    keep_nk: Tensor | None,
+    radius_K: Tensor | None,
+    *,
+    top_k: int,
+    temperature: float,
+    scale: float,
     routing: str,
-) -> tuple[APNOutput, _Saved]:  # fmt: skip
+) -> tuple[APNOutput, _Saved]:
     length_n1 = torch.linalg.vector_norm(z_nd, dim=-1, keepdim=True)
     finite_n1 = None
     if not math.isfinite(length_n1.sum()):
@@ -240,9 +250,15 @@ class _Patches(torch.autograd.Function):
 
 
 def backward(
-    inputs: Sequence[Any], saved: _Saved, grads: Sequence[Tensor | None], *,
-    top_k: int, temperature: float, scale: float, routing: str,
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+    inputs: Sequence[Any],
+    saved: _Saved,
+    grads: Sequence[Tensor | None],
+    *,
+    top_k: int,
+    temperature: float,
+    scale: float,
+    routing: str,
+) -> tuple[Tensor | None, ...]:
     z_nd, P_Kd, V_dr, a_Kr, _, U_Krd, _, _ = inputs
     finite_n1, nobody_n1, row_n1, column_K, s_nk, idx_nk, w_nk, u_nr, gate_nkr = saved
     grad_nd, _, grad_w_nk, grad_confidence_n = grads
@@ -346,10 +362,21 @@ def decode(code_nkq: Tensor, U_Kqd: Tensor, idx_nk: Tensor) -> Tensor:
 
 
 def apn(
-    z_nd: Tensor, P_Km: Tensor, V_dr: Tensor, a_Kr: Tensor | None, b_Kr: Tensor, U_Kqd: Tensor, *,
-    top_k: int, temperature: float, scale: float | Tensor, routing: str, keep_nk: Tensor | None = None,
-    radius_K: Tensor | None = None, **variants: Any,
-) -> APNOutput:  # fmt: skip
+    z_nd: Tensor,
+    P_Km: Tensor,
+    V_dr: Tensor,
+    a_Kr: Tensor | None,
+    b_Kr: Tensor,
+    U_Kqd: Tensor,
+    *,
+    top_k: int,
+    temperature: float,
+    scale: float | Tensor,
+    routing: str,
+    keep_nk: Tensor | None = None,
+    radius_K: Tensor | None = None,
+    **variants: Any,
+) -> APNOutput:
     """`reference.apn`, as fast as these tensors allow."""
     tensors = (z_nd, P_Km, V_dr, a_Kr, b_Kr, U_Kqd)
     options: dict[str, Any] = {"top_k": top_k, "temperature": temperature, "routing": routing}

@@ -74,8 +74,13 @@ class Shape(NamedTuple):
         small = self.r <= 64
         programs = 132  # about one wave of a large GPU
         chosen = {
-            "route": {"BN": 128 if self.n >= 96 * programs else 64 if self.n >= 24 * programs else 16,
-                      "BK": 256, "BD": 64, "num_warps": 8, "num_stages": 3},
+            "route": {
+                "BN": 128 if self.n >= 96 * programs else 64 if self.n >= 24 * programs else 16,
+                "BK": 256,
+                "BD": 64,
+                "num_warps": 8,
+                "num_stages": 3,
+            },
             "decode": {"BD": 64, "num_warps": 4 if small else 8, "num_stages": 3},
             "combine": {"BN": 8, "BD": 128, "num_warps": 4},
             "few_scores": {"BK": max(2, min(32, 16384 // power(self.d))), "num_warps": 4},
@@ -85,7 +90,7 @@ class Shape(NamedTuple):
             "bank_backward": {"BM": 64, "BD": 128, "num_warps": 4, "num_stages": 3},
             "encoder_backward": {"BN": 128, "BD": 64, "num_warps": 4, "num_stages": 3},
             "sum_parts": {"BD": 128, "BT": 16, "num_warps": 4},
-        }[kernel]  # fmt: skip
+        }[kernel]
         # tiles are as wide as the code: of a wide one, smaller and fewer fit into shared memory
         little, code_bytes = little_shared_memory(), power(self.r, 16) * self.dtype.itemsize
         crowded = max(1, code_bytes // (256 if little else 512))
@@ -126,9 +131,17 @@ def gate_kind(a_Kr: Tensor | None, b_Kr: Tensor | None) -> int:
 
 
 def decode(
-    shape: Shape, plan: Plan, u: Tensor, w: Tensor | None, a: Tensor | None, b: Tensor | None, U_Krd: Tensor,
-    idx_nk: Tensor, confidence_n: Tensor | None, scale: float,
-) -> Tensor:  # fmt: skip
+    shape: Shape,
+    plan: Plan,
+    u: Tensor,
+    w: Tensor | None,
+    a: Tensor | None,
+    b: Tensor | None,
+    U_Krd: Tensor,
+    idx_nk: Tensor,
+    confidence_n: Tensor | None,
+    scale: float,
+) -> Tensor:
     """Eqs. (5) and (6) from a plan: every tile of pairs, then the sum over the slots.
 
     `confidence_n` is given with radii, where an index of -1 does not say that a token was not finite.
@@ -138,31 +151,76 @@ def decode(
     n, d, k = shape.n, shape.d, shape.k
     y_pd = torch.empty(n * k, d, dtype=shape.dtype, device=u.device)
     kernels.decode[(shape.most_tiles,)](
-        u, w, a, b, U_Krd, *plan, y_pd, shape.most_segments, K=shape.K, k=k, BM=shape.tile,
-        GATE=gate_kind(a, b), **shape.sizes(), **shape.dots(), **shape.blocks("decode"),
-    )  # fmt: skip
+        u,
+        w,
+        a,
+        b,
+        U_Krd,
+        *plan,
+        y_pd,
+        shape.most_segments,
+        K=shape.K,
+        k=k,
+        BM=shape.tile,
+        GATE=gate_kind(a, b),
+        **shape.sizes(),
+        **shape.dots(),
+        **shape.blocks("decode"),
+    )
     update_nd = torch.empty(n, d, dtype=shape.dtype, device=u.device)
     blocks = shape.blocks("combine")
     kernels.combine[(-(-n // blocks["BN"]), -(-d // blocks["BD"]))](
-        y_pd, idx_nk, confidence_n, update_nd, n, scale, D=d, k=k, HAS_RADIUS=confidence_n is not None,
+        y_pd,
+        idx_nk,
+        confidence_n,
+        update_nd,
+        n,
+        scale,
+        D=d,
+        k=k,
+        HAS_RADIUS=confidence_n is not None,
         **blocks,
-    )  # fmt: skip
+    )
     return update_nd
 
 
 def decode_few(
-    shape: Shape, scores: Tensor | None, u: Tensor, a: Tensor | None, b: Tensor | None, U_Krd: Tensor,
-    idx_nk: Tensor, w_nk: Tensor | None, confidence_n: Tensor | None, scale: float, has_radius: bool = False,
-) -> Tensor:  # fmt: skip
+    shape: Shape,
+    scores: Tensor | None,
+    u: Tensor,
+    a: Tensor | None,
+    b: Tensor | None,
+    U_Krd: Tensor,
+    idx_nk: Tensor,
+    w_nk: Tensor | None,
+    confidence_n: Tensor | None,
+    scale: float,
+    has_radius: bool = False,
+) -> Tensor:
     from attractor.ops import kernels
 
     update_nd = torch.empty(shape.n, shape.d, dtype=shape.dtype, device=u.device)
     blocks = shape.blocks("few_tokens")
     kernels.few_tokens[(shape.n, -(-shape.d // blocks["BD"]))](
-        scores, u, a, b, U_Krd, idx_nk, w_nk, confidence_n, update_nd, scale, K=shape.K,
-        K_P=power(shape.K, 2), k=shape.k, k_P=power(shape.k, 2), GATE=gate_kind(a, b), HAS_RADIUS=has_radius,
-        **shape.sizes(), **blocks,
-    )  # fmt: skip
+        scores,
+        u,
+        a,
+        b,
+        U_Krd,
+        idx_nk,
+        w_nk,
+        confidence_n,
+        update_nd,
+        scale,
+        K=shape.K,
+        K_P=power(shape.K, 2),
+        k=shape.k,
+        k_P=power(shape.k, 2),
+        GATE=gate_kind(a, b),
+        HAS_RADIUS=has_radius,
+        **shape.sizes(),
+        **blocks,
+    )
     return update_nd
 
 
@@ -175,9 +233,16 @@ class PairGradients(NamedTuple):
 
 
 def decode_backward(
-    shape: Shape, plan: Plan, grad_nd: Tensor, u: Tensor, w: Tensor | None, a: Tensor | None,
-    b: Tensor | None, U_Krd: Tensor, scale: float,
-) -> PairGradients:  # fmt: skip
+    shape: Shape,
+    plan: Plan,
+    grad_nd: Tensor,
+    u: Tensor,
+    w: Tensor | None,
+    a: Tensor | None,
+    b: Tensor | None,
+    U_Krd: Tensor,
+    scale: float,
+) -> PairGradients:
     from attractor.ops import kernels
 
     kind, pairs, tiles = gate_kind(a, b), shape.n * shape.k, shape.most_tiles
@@ -193,19 +258,44 @@ def decode_backward(
         new(pairs, shape.r, dtype=shape.dtype) if kind else u,
     )
     kernels.decode_backward[(tiles,)](
-        grad_nd, u, w, a, b, U_Krd, *plan, grads.codes, *grads[:4], shape.most_segments, scale, K=shape.K,
-        k=shape.k, BM=shape.tile, GATE=kind, **shape.sizes(), **shape.dots(),
+        grad_nd,
+        u,
+        w,
+        a,
+        b,
+        U_Krd,
+        *plan,
+        grads.codes,
+        *grads[:4],
+        shape.most_segments,
+        scale,
+        K=shape.K,
+        k=shape.k,
+        BM=shape.tile,
+        GATE=kind,
+        **shape.sizes(),
+        **shape.dots(),
         **shape.blocks("decode_backward"),
-    )  # fmt: skip
+    )
     return grads
 
 
 def bank_backward(
-    shape: Shape, plan: Plan, grad_nd: Tensor, grads: PairGradients, U_Krd: Tensor, scale: float,
-    a: Tensor | None = None, b: Tensor | None = None, z: Tensor | None = None, P: Tensor | None = None,
-    s: Tensor | None = None, grad_s: Tensor | None = None, coefficient: Tensor | None = None,
+    shape: Shape,
+    plan: Plan,
+    grad_nd: Tensor,
+    grads: PairGradients,
+    U_Krd: Tensor,
+    scale: float,
+    a: Tensor | None = None,
+    b: Tensor | None = None,
+    z: Tensor | None = None,
+    P: Tensor | None = None,
+    s: Tensor | None = None,
+    grad_s: Tensor | None = None,
+    coefficient: Tensor | None = None,
     inverse_p: Tensor | None = None,
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     """Gradients with one row per patch: decoders and, unless codes were given, prototypes, biases, slopes."""
     from attractor.ops import kernels
 
@@ -216,11 +306,45 @@ def bank_backward(
     part_P = torch.empty(shape.most_parts, shape.d, device=U_Krd.device) if kind else None
     part_radial = torch.empty(shape.most_parts, device=U_Krd.device) if kind else None
     kernels.bank_backward[(shape.most_segments, -(-shape.d // blocks["BD"]))](
-        grad_nd, z, P, grads.codes, s, grad_s, coefficient, inverse_p, *plan, grad_U, grad_P, part_U, part_P,
-        part_radial, scale, K=shape.K, k=shape.k, GATE=kind, **shape.sizes(), **shape.dots(), **blocks,
-    )  # fmt: skip
+        grad_nd,
+        z,
+        P,
+        grads.codes,
+        s,
+        grad_s,
+        coefficient,
+        inverse_p,
+        *plan,
+        grad_U,
+        grad_P,
+        part_U,
+        part_P,
+        part_radial,
+        scale,
+        K=shape.K,
+        k=shape.k,
+        GATE=kind,
+        **shape.sizes(),
+        **shape.dots(),
+        **blocks,
+    )
     kernels.sum_parts[(shape.K, -(-shape.d // last["BD"]))](
-        P, inverse_p, plan.numbers, part_U, part_P, part_radial, grads.slope_parts, grads.bias_parts, grad_U,
-        grad_P, grad_a, grad_b, K=shape.K, BM=shape.tile, GATE=kind, **shape.sizes(), **last,
-    )  # fmt: skip
+        P,
+        inverse_p,
+        plan.numbers,
+        part_U,
+        part_P,
+        part_radial,
+        grads.slope_parts,
+        grads.bias_parts,
+        grad_U,
+        grad_P,
+        grad_a,
+        grad_b,
+        K=shape.K,
+        BM=shape.tile,
+        GATE=kind,
+        **shape.sizes(),
+        **last,
+    )
     return [grad for grad in (grad_U, grad_P, grad_b, grad_a) if grad is not None]

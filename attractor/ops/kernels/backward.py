@@ -19,10 +19,32 @@ from attractor.ops.kernels.forward import (
 
 @triton.jit
 def decode_backward(
-    grad, u, w, a, b, U, order, plan, codes, grad_u, grad_w, grad_a, grad_b, most_segments, scale,
-    D: tl.constexpr, K: tl.constexpr, R: tl.constexpr, R_P: tl.constexpr, k: tl.constexpr, BM: tl.constexpr,
-    BD: tl.constexpr, GATE: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    grad,
+    u,
+    w,
+    a,
+    b,
+    U,
+    order,
+    plan,
+    codes,
+    grad_u,
+    grad_w,
+    grad_a,
+    grad_b,
+    most_segments,
+    scale,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    R: tl.constexpr,
+    R_P: tl.constexpr,
+    k: tl.constexpr,
+    BM: tl.constexpr,
+    BD: tl.constexpr,
+    GATE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """For one tile: gradients of the pairs' codes, weights and of the tile's part of the gates."""
     if tl.program_id(0) < tl.load(plan + COUNTS * K):
         patch, places, pair, is_pair = tile_of(plan, order, most_segments, K, BM)
@@ -36,8 +58,9 @@ def decode_backward(
             )
             U_tile = tl.load(  # transposed by its pointers
                 U + patch * (R * D) + code[None, :] * D + cols[:, None],
-                mask=(code < R)[None, :] & (cols < D)[:, None], other=0.0,
-            )  # fmt: skip
+                mask=(code < R)[None, :] & (cols < D)[:, None],
+                other=0.0,
+            )
             acc = dot(g_tile.to(DTYPE), U_tile.to(DTYPE), acc, PRECISION)
         acc *= scale
         if GATE > 0:
@@ -63,12 +86,38 @@ def decode_backward(
 
 @triton.jit
 def token_backward(
-    z, P, V, idx, w, s, inverse_z, inverse_p, grad_u_pairs, grad_w, extra_w, extra_confidence,
-    grad_u, grad_s, coefficient, grad_z, n, inverse_tau,
-    D: tl.constexpr, R: tl.constexpr, R_P: tl.constexpr, k: tl.constexpr, k_P: tl.constexpr,
-    BN: tl.constexpr, BD: tl.constexpr, COSINE: tl.constexpr, HAS_W: tl.constexpr,
-    HAS_CONFIDENCE: tl.constexpr, HAS_RADIUS: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    z,
+    P,
+    V,
+    idx,
+    w,
+    s,
+    inverse_z,
+    inverse_p,
+    grad_u_pairs,
+    grad_w,
+    extra_w,
+    extra_confidence,
+    grad_u,
+    grad_s,
+    coefficient,
+    grad_z,
+    n,
+    inverse_tau,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    R_P: tl.constexpr,
+    k: tl.constexpr,
+    k_P: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    COSINE: tl.constexpr,
+    HAS_W: tl.constexpr,
+    HAS_CONFIDENCE: tl.constexpr,
+    HAS_RADIUS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """For BN tokens: through the softmax to the scores, and from codes and scores to the tokens."""
     rows = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     slots = tl.arange(0, k_P)
@@ -128,11 +177,33 @@ def token_backward(
 
 @triton.jit
 def bank_backward(
-    grad, z, P, codes, s, grad_s, coefficient, inverse_p, order, plan, grad_U, grad_P, part_U, part_P,
-    part_radial, scale, D: tl.constexpr, K: tl.constexpr, R: tl.constexpr, R_P: tl.constexpr,
-    k: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, GATE: tl.constexpr, DTYPE: tl.constexpr,
+    grad,
+    z,
+    P,
+    codes,
+    s,
+    grad_s,
+    coefficient,
+    inverse_p,
+    order,
+    plan,
+    grad_U,
+    grad_P,
+    part_U,
+    part_P,
+    part_radial,
+    scale,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    R: tl.constexpr,
+    R_P: tl.constexpr,
+    k: tl.constexpr,
+    BM: tl.constexpr,
+    BD: tl.constexpr,
+    GATE: tl.constexpr,
+    DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """For one segment and BD channels: gradients of the patch's decoder and prototype.
 
     A patch with one segment is finished here; the parts of a busier one are added by `sum_parts`.
@@ -185,10 +256,27 @@ def bank_backward(
 
 @triton.jit
 def sum_parts(
-    P, inverse_p, plan, part_U, part_P, part_radial, part_a, part_b, grad_U, grad_P, grad_a, grad_b,
-    D: tl.constexpr, K: tl.constexpr, R: tl.constexpr, R_P: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
-    BT: tl.constexpr, GATE: tl.constexpr,
-):  # fmt: skip
+    P,
+    inverse_p,
+    plan,
+    part_U,
+    part_P,
+    part_radial,
+    part_a,
+    part_b,
+    grad_U,
+    grad_P,
+    grad_a,
+    grad_b,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    R: tl.constexpr,
+    R_P: tl.constexpr,
+    BM: tl.constexpr,
+    BD: tl.constexpr,
+    BT: tl.constexpr,
+    GATE: tl.constexpr,
+):
     """Add the parts of one patch: its gates from its tiles, the rest from its segments; zeros if unused."""
     patch = tl.program_id(0).to(tl.int64)
     cols = tl.program_id(1) * BD + tl.arange(0, BD)
@@ -235,9 +323,20 @@ def sum_parts(
 
 @triton.jit
 def encoder_backward(
-    z, idx, grad_u, parts, n, D: tl.constexpr, R: tl.constexpr, R_P: tl.constexpr, k: tl.constexpr,
-    BN: tl.constexpr, BD: tl.constexpr, DTYPE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    z,
+    idx,
+    grad_u,
+    parts,
+    n,
+    D: tl.constexpr,
+    R: tl.constexpr,
+    R_P: tl.constexpr,
+    k: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Part of z^T du over every num_programs(0)-th block of tokens; the caller adds the parts."""
     cols = tl.program_id(1) * BD + tl.arange(0, BD)
     code = tl.arange(0, R_P)
@@ -253,9 +352,10 @@ def encoder_backward(
         du = tl.load(grad_u + rows[:, None] * R + code, mask=routed[:, None] & (code < R)[None, :], other=0.0)
         acc = dot(z_tile.to(DTYPE), du.to(DTYPE), acc, PRECISION)
     tl.store(
-        parts + tl.program_id(0).to(tl.int64) * (D * R) + cols[:, None] * R + code, acc,
+        parts + tl.program_id(0).to(tl.int64) * (D * R) + cols[:, None] * R + code,
+        acc,
         mask=(cols < D)[:, None] & (code < R)[None, :],
-    )  # fmt: skip
+    )
 
 
 @triton.jit

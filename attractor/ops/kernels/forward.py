@@ -103,12 +103,38 @@ def basin_weights(m):
 
 @triton.jit
 def route(
-    z, P, V, keep, radius, idx, w, s, u, inverse_z, inverse_p, confidence, histogram, n, inverse_tau,
-    D: tl.constexpr, K: tl.constexpr, R: tl.constexpr, k: tl.constexpr, k_P: tl.constexpr, R_P: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, BD: tl.constexpr, COSINE: tl.constexpr, SPLIT: tl.constexpr,
-    HAS_KEEP: tl.constexpr, HAS_RADIUS: tl.constexpr, COUNT: tl.constexpr, DTYPE: tl.constexpr,
+    z,
+    P,
+    V,
+    keep,
+    radius,
+    idx,
+    w,
+    s,
+    u,
+    inverse_z,
+    inverse_p,
+    confidence,
+    histogram,
+    n,
+    inverse_tau,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    R: tl.constexpr,
+    k: tl.constexpr,
+    k_P: tl.constexpr,
+    R_P: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    BD: tl.constexpr,
+    COSINE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    HAS_KEEP: tl.constexpr,
+    HAS_RADIUS: tl.constexpr,
+    COUNT: tl.constexpr,
+    DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """Eqs. (1) to (4) for BN tokens: code u, scores against BK patches at a time, running top k, softmax."""
     rows = tl.program_id(0) * BN + tl.arange(0, BN)
     is_row = rows < n
@@ -153,8 +179,9 @@ def route(
                 z_tile = tl.load(z_rows + cols, mask=is_row[:, None] & (cols < D)[None, :], other=0.0)
                 P_tile = tl.load(
                     P + patches[None, :].to(tl.int64) * D + cols[:, None],
-                    mask=(patches < K)[None, :] & (cols < D)[:, None], other=0.0,
-                )  # fmt: skip
+                    mask=(patches < K)[None, :] & (cols < D)[:, None],
+                    other=0.0,
+                )
                 squared_p += tl.sum(P_tile.to(tl.float32) * P_tile.to(tl.float32), 0)
                 acc = scores(z_tile, P_tile, acc, SPLIT, PRECISION)
         length_p = inverse_length(squared_p)
@@ -285,10 +312,26 @@ def gate(u_tile, a, b, patch, code, R: tl.constexpr, GATE: tl.constexpr):
 
 @triton.jit
 def decode(
-    u, w, a, b, U, order, plan, y, most_segments, D: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    R_P: tl.constexpr, k: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, GATE: tl.constexpr,
-    DTYPE: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    u,
+    w,
+    a,
+    b,
+    U,
+    order,
+    plan,
+    y,
+    most_segments,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    R: tl.constexpr,
+    R_P: tl.constexpr,
+    k: tl.constexpr,
+    BM: tl.constexpr,
+    BD: tl.constexpr,
+    GATE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """y[pair] = w phi U, eqs. (5) and (6), for one tile."""
     if tl.program_id(0) < tl.load(plan + COUNTS * K):
         patch, _, pair, is_pair = tile_of(plan, order, most_segments, K, BM)
@@ -305,20 +348,31 @@ def decode(
             cols = start + tl.arange(0, BD)
             U_tile = tl.load(
                 U + patch * (R * D) + code[:, None] * D + cols,
-                mask=(code < R)[:, None] & (cols < D)[None, :], other=0.0,
-            )  # fmt: skip
+                mask=(code < R)[:, None] & (cols < D)[None, :],
+                other=0.0,
+            )
             out = dot(codes, U_tile.to(DTYPE), tl.zeros((BM, BD), tl.float32), PRECISION)
             tl.store(
-                y + pair[:, None] * D + cols, out.to(y.dtype.element_ty),
+                y + pair[:, None] * D + cols,
+                out.to(y.dtype.element_ty),
                 mask=is_pair[:, None] & (cols < D)[None, :],
-            )  # fmt: skip
+            )
 
 
 @triton.jit
 def combine(
-    y, idx, confidence, update, n, scale, D: tl.constexpr, k: tl.constexpr, BN: tl.constexpr,
-    BD: tl.constexpr, HAS_RADIUS: tl.constexpr,
-):  # fmt: skip
+    y,
+    idx,
+    confidence,
+    update,
+    n,
+    scale,
+    D: tl.constexpr,
+    k: tl.constexpr,
+    BN: tl.constexpr,
+    BD: tl.constexpr,
+    HAS_RADIUS: tl.constexpr,
+):
     """update = scale * sum over the slots of y; NaN in rows that were not routed.
 
     With radii a slot can be empty in a row that was routed: its index is -1, and nobody wrote its y.
@@ -345,9 +399,21 @@ def combine(
 
 @triton.jit
 def few_scores(
-    z, P, V, radius, scores, u, inverse_tau, D: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    D_P: tl.constexpr, BK: tl.constexpr, COSINE: tl.constexpr, HAS_RADIUS: tl.constexpr,
-):  # fmt: skip
+    z,
+    P,
+    V,
+    radius,
+    scores,
+    u,
+    inverse_tau,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    R: tl.constexpr,
+    D_P: tl.constexpr,
+    BK: tl.constexpr,
+    COSINE: tl.constexpr,
+    HAS_RADIUS: tl.constexpr,
+):
     """Scores (NaN if the token is not finite) of one token with BK patches, or BK channels of its code."""
     row = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, D_P)
@@ -374,10 +440,27 @@ def few_scores(
 
 @triton.jit
 def few_tokens(
-    scores, u, a, b, U, idx, w, confidence, update, scale, D: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
-    R_P: tl.constexpr, K_P: tl.constexpr, k: tl.constexpr, k_P: tl.constexpr, BD: tl.constexpr,
-    GATE: tl.constexpr, HAS_RADIUS: tl.constexpr,
-):  # fmt: skip
+    scores,
+    u,
+    a,
+    b,
+    U,
+    idx,
+    w,
+    confidence,
+    update,
+    scale,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    R: tl.constexpr,
+    R_P: tl.constexpr,
+    K_P: tl.constexpr,
+    k: tl.constexpr,
+    k_P: tl.constexpr,
+    BD: tl.constexpr,
+    GATE: tl.constexpr,
+    HAS_RADIUS: tl.constexpr,
+):
     """BD channels of one token's update, straight from the decoders it chooses: for writing text.
 
     With GATE the patches are chosen here, from `scores`; without, codes and patches are given as u and idx.
@@ -418,9 +501,10 @@ def few_tokens(
             patch = tl.maximum(tl.load(idx + row * k + slot), 0).to(tl.int64)
             codes = tl.load(u + (row * k + slot) * R + code, mask=code < R, other=0.0).to(tl.float32)
         U_tile = tl.load(
-            U + patch * (R * D) + code[:, None] * D + cols, mask=(code < R)[:, None] & (cols < D)[None, :],
+            U + patch * (R * D) + code[:, None] * D + cols,
+            mask=(code < R)[:, None] & (cols < D)[None, :],
             other=0.0,
-        )  # fmt: skip
+        )
         acc += codes[:, None] * U_tile.to(tl.float32)
     out = tl.where(finite, tl.sum(acc, 0) * scale, float("nan"))
     tl.store(update + row * D + cols, out.to(update.dtype.element_ty), mask=cols < D)
