@@ -235,8 +235,10 @@ def bench_layer(
                     row[f"{measure}_over_dense"] = row[measure] / rows[0][measure] if rows else 1.0
             rows.append(row)
             report(_line(row))
-        floors = {f"floor_{kind}": floor(size, dtype.itemsize, backward=kind == "forward_backward")
-                  for kind in ("forward", "forward_backward")}  # fmt: skip
+        floors = {
+            f"floor_{kind}": floor(size, dtype.itemsize, backward=kind == "forward_backward")
+            for kind in ("forward", "forward_backward")
+        }
         results.append({"size": asdict(size), **(floors if device.type == "cuda" else {}), "rows": rows})
     return results
 

@@ -39,9 +39,32 @@ PIP_TIMEOUT = 300.0  # pip has retries and time-outs of its own below this
 SIZE_LIMIT = 64 << 20  # bytes; no source of ours is near it
 CHUNK = 1 << 20  # bytes of a file at a time
 TEXT_SUFFIXES = (
-    ".txt", ".text", ".md", ".rst", ".tex", ".py", ".c", ".h", ".cpp", ".rs", ".go", ".java", ".js", ".ts",
-    ".html", ".css", ".csv", ".tsv", ".json", ".jsonl", ".yaml", ".toml", ".xml", ".sh", ".sql",
-)  # fmt: skip
+    ".txt",
+    ".text",
+    ".md",
+    ".rst",
+    ".tex",
+    ".py",
+    ".c",
+    ".h",
+    ".cpp",
+    ".rs",
+    ".go",
+    ".java",
+    ".js",
+    ".ts",
+    ".html",
+    ".css",
+    ".csv",
+    ".tsv",
+    ".json",
+    ".jsonl",
+    ".yaml",
+    ".toml",
+    ".xml",
+    ".sh",
+    ".sql",
+)
 
 logger = logging.getLogger("attractor")
 
@@ -299,9 +322,20 @@ def _folio(members: list[bytes]) -> str:
 
 
 STANDARD_PACKAGES = (
-    "asyncio", "collections", "concurrent", "email", "html", "http", "importlib", "json", "logging",
-    "multiprocessing", "unittest", "urllib", "xml",
-)  # fmt: skip
+    "asyncio",
+    "collections",
+    "concurrent",
+    "email",
+    "html",
+    "http",
+    "importlib",
+    "json",
+    "logging",
+    "multiprocessing",
+    "unittest",
+    "urllib",
+    "xml",
+)
 
 
 def _interpreter() -> str:

@@ -198,11 +198,18 @@ def prepare(
         seen = (chunk for part, chunk in _parts(text, split) if part == "train")
         given = tokenizers.train(text=seen if requested["kind"] == "bpe" else distinct, **requested)
     meta = {
-        "schema_version": SCHEMA_VERSION, "created_by": f"attractor {__version__}", "source": text.name,
-        "origin": text.origin, "options": text.options, "characters": characters, "train_characters": split,
-        **wanted, "tokenizer": given.kind, "vocab_size": given.vocab_size,
+        "schema_version": SCHEMA_VERSION,
+        "created_by": f"attractor {__version__}",
+        "source": text.name,
+        "origin": text.origin,
+        "options": text.options,
+        "characters": characters,
+        "train_characters": split,
+        **wanted,
+        "tokenizer": given.kind,
+        "vocab_size": given.vocab_size,
         "dtype": "uint16" if given.vocab_size <= 1 << 16 else "uint32",
-    }  # fmt: skip
+    }
     temporary = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
     try:
         temporary.mkdir(parents=True)

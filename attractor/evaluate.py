@@ -98,10 +98,15 @@ def _joined(parts: list[RoutingStats]) -> RoutingStats:
         return torch.stack([getattr(part, name).cpu() for part in parts]).mean()
 
     return RoutingStats(
-        indices=all_of("indices"), weights=all_of("weights"), confidence=all_of("confidence"),
-        balance=mean_of("balance"), entropy=mean_of("entropy"), update_norm=all_of("update_norm"),
-        input_norm=all_of("input_norm"), num_patches=parts[0].num_patches,
-    )  # fmt: skip
+        indices=all_of("indices"),
+        weights=all_of("weights"),
+        confidence=all_of("confidence"),
+        balance=mean_of("balance"),
+        entropy=mean_of("entropy"),
+        update_norm=all_of("update_norm"),
+        input_norm=all_of("input_norm"),
+        num_patches=parts[0].num_patches,
+    )
 
 
 def perplexity(loss: float) -> float:

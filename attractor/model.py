@@ -148,8 +148,10 @@ class RaggedCache(KVCache):
         """One row as a cache of its own."""
         one = copy.copy(self)
         start, end = self.starts[row], self.end
-        one.layers = [(k[row : row + 1, :, start:end].clone(), v[row : row + 1, :, start:end].clone())
-                      for k, v in self.layers]  # fmt: skip
+        one.layers = [
+            (k[row : row + 1, :, start:end].clone(), v[row : row + 1, :, start:end].clone())
+            for k, v in self.layers
+        ]
         one.slots, one.columns, one.length = 1, end - start, end - start
         one._place([0])
         return one
@@ -227,10 +229,15 @@ class Block(nn.Module):
             # the paper's |Delta| / |h| is to the residual stream, not to its normalised copy
             hidden_norm = torch.linalg.vector_norm(h.detach(), dim=-1)
             return h + update, RoutingStats(  # not stats._replace: torch 2.11 cannot compile it
-                indices=stats.indices, weights=stats.weights, confidence=stats.confidence,
-                balance=stats.balance, entropy=stats.entropy, update_norm=stats.update_norm,
-                input_norm=hidden_norm, num_patches=stats.num_patches,
-            )  # fmt: skip
+                indices=stats.indices,
+                weights=stats.weights,
+                confidence=stats.confidence,
+                balance=stats.balance,
+                entropy=stats.entropy,
+                update_norm=stats.update_norm,
+                input_norm=hidden_norm,
+                num_patches=stats.num_patches,
+            )
         return h + self.ffn(self.norm_2(h)), None
 
 

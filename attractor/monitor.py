@@ -116,8 +116,10 @@ def summary(stats: RoutingStats, *, hidden_norm: Tensor | None = None, prefix: s
     }
     ratio = stats.update_norm / (stats.input_norm if hidden_norm is None else hidden_norm)
     for name, samples in (
-        ("confidence", stats.confidence), ("update_norm", stats.update_norm), ("update_ratio", ratio)
-    ):  # fmt: skip
+        ("confidence", stats.confidence),
+        ("update_norm", stats.update_norm),
+        ("update_ratio", ratio),
+    ):
         values |= _distribution(name, samples.detach()[routed])
     return {prefix + name: value for name, value in values.items()}
 

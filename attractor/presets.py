@@ -56,11 +56,18 @@ def gpt2_small_dense() -> RunConfig:
     return RunConfig(
         model=GPTConfig(vocab_size=32768, context=1024, num_layers=12, num_heads=12, dim=768),
         train=TrainConfig(
-            max_steps=20000, batch_size=64, accumulation=4, learning_rate=6e-4, min_learning_rate=6e-5,
-            warmup_steps=500, beta2=0.95, eval_interval=1000, checkpoint_interval=1000,
+            max_steps=20000,
+            batch_size=64,
+            accumulation=4,
+            learning_rate=6e-4,
+            min_learning_rate=6e-5,
+            warmup_steps=500,
+            beta2=0.95,
+            eval_interval=1000,
+            checkpoint_interval=1000,
         ),
         data=DataConfig(tokenizer="bpe", vocab_size=32768),
-    )  # fmt: skip
+    )
 
 
 def gpt2_small_apn() -> RunConfig:

@@ -140,153 +140,142 @@ WORDS = {
 }
 
 RULES = {
-    "who": ["the {good} {person}", "the {bad} {person}", "the {person}", "my {person}", "thy {person}",
-        "{absent}", "this {plain} {person}", "a {person} of {town}", "our {good} {absent}",
-        "that {bad} {person}", "thy {plain} {person}", "every {person} {where}", "mine own {person}"],
-    "one": ["the {thing}", "my {thing}", "thy {bad} {thing}", "the {plain} {matter}", "this {thing}",
-        "{idea}", "a {good} {thing}", "the {thing} of {idea}", "the {matter}", "all thy {idea}",
-        "what {absent} {did}", "a {thing} of {plain} {idea}", "every {thing}", "the {matter} of {town}",
-        "mine own {thing}", "the {idea} of {who}", "yon {plain} {thing}", "no {thing} but this",
-        "{bad} {idea}"],
-    "what": ["{one}", "{one}", "{one}", "our {things}", "thy {things}", "{number} {things}",
-        "the {bad} {things}", "such {plain} {things}", "the {things} of {town}"],
-    "where": ["in the {place}", "by the {nature}", "at {town}", "beyond the {place}",
-        "within this {plain} {place}", "upon the road to {town}", "beneath the {nature}",
-        "under the {plain} {nature}", "at the {place} door", "on the {plain} {place}",
-        "hard by the {place}", "where the {creature} {goes}", "across the {nature}", "here in {town}"],
-    "like": ["like a {creature} in the {place}", "as the {nature} {will} {do} the {nature}",
-        "like {plain} {things}", "as {things} in {idea}", "like the {bad} {creature}",
-        "as {idea} follows {idea}", "like {a_pair} in one {place}", "more {bad} than the {creature}",
-        "as {good} as the {nature}", "as {bad} men {do} {idea}", "like {idea} at a {place} door",
-        "as a {person} {will} {do} a {creature}"],
-    "a_pair": ["{number} {things}", "a {creature} and a {creature}", "the {nature} and the {nature}"],
-    "act": ["{do} {what}", "{do} {who}", "{go} {where}", "{how} {do} {what}", "{go} for {who}", "{go}",
-        "{do} {what} {where}", "make {a_pair} of {idea}", "give {what} to {who}", "leave {what} to {idea}",
-        "bid {who} {go}", "speak of {what}", "{do} the {thing} that {who} {did}", "{go} with {name}",
-        "swear to {do} {who}", "learn to {go}", "lend {who} {what}", "turn {what} to {things}",
-        "ride to {town} and {do} {who}", "hold {what} for {idea}", "never {do} {what}",
-        "send {number} {things} to {absent}"],
-    "claim": ["{who} {will} {act}", "{who} hath {done} {what}", "{one} is {done} by {who}",
-        "thou {thou} {act}", "{idea} is a {bad} {thing}", "{idea} {goes} {where}", "I {will} {act}",
-        "{who} {did} {what} {where}", "the {creature} {goes} {where}", "there is {idea} in {what}",
-        "we {will} {act}", "thou art {like}", "I have {done} {who}", "{one} lies {where}",
-        "my {idea} {goes} {like}", "no {person} {will} {act}", "{idea} hath no {thing}",
-        "{number} {span} have I {done} {what}", "he that {goes} {will} {act}",
-        "the {nature} {will} {do} {what}", "such {things} as these {will} {act}",
-        "they say {absent} {goes} {where}", "I am {done} by {idea}", "{who} loves {what} more than {idea}",
-        "it was {absent} that {did} {what}", "{who} knows {what}", "the {things} of {town} are {done}",
-        "men {will} {do} {what} for {idea}", "I saw {who} {go} {where}",
-        "{absent} and {absent_too} {did} {who}", "never was {thing} so {done}", "thou hast {done} {what}",
-        "nor {idea} nor {idea} {will} {do} me", "mine eyes have {done} {what}",
-        "a {creature} {will} {do} a {creature}", "{who} was {done} {where}", "the {matter} is not {done}",
-        "we are but {things} {where}"],
-    "thou": ["wilt", "shalt", "canst", "mayst", "must", "wouldst", "dost", "didst"],
-    "tail": [", {why}", ", {like}", " {when}", ", and {claim}", "; {claim}", ": {claim}", ", but {claim}",
-        "", "", "", ", where {claim}", ", till {claim}", "; yet {claim}", ", lest {claim}", ", for {claim}",
-        ", as {who} {did}", " {where}", ", unless {claim}", ", and so {will} {who}", ", {call}"],
-    "call": ["{hail} {name}", "{name}", "{rank}", "{name}", "{rank}", "thou {bad} {person}",
-        "{hail} {person}"],
-    "say": ["{claim}{tail}.", "{claim}{tail}.", "{alas}, {claim}{tail}.", "{claim}, {call}{tail}.",
-        "{when}, {call}, {claim}.", "if {claim}, then {claim}{tail}.", "when {who} {goes}, {claim}{tail}.",
-        "though {claim}, yet {claim}.", "{where} {claim}{tail}.", "not {who} nor {who} {will} {act}{tail}.",
-        "{claim}; so {claim}.", "as {claim}, so {claim}.", "he {goes} best that {goes} {how}{tail}.",
-        "what {absent} {did}, {who} {will} {do}.", "{who}, that {did} {what}, {goes} {where}.",
-        "I think {claim}{tail}.", "mark me, {call}: {claim}{tail}.",
-        "it is not {idea} but {idea} that {goes} {where}.", "some {do} {what}, some {go} {where}; {claim}.",
-        "yet {claim}{tail}.", "and {claim}{tail}.", "to {act} is to {act}.",
-        "for {who} I {will} {act}; for {who}, {act}.", "this {thing} {did} {who}, and {claim}."],
-    "ask": ["{question}, {call}?", "{alas}, {question}?", "{question}?", "say, {call}, {question}?",
-        "{question}, or {question}?", "what, {question}?", "but {question}? {question}?"],
-    "question": ["who {did} {what}", "dost thou {act}", "what {person} {goes} {where}", "where is {one}",
-        "why dost thou {act} {like}", "hath {absent} {done} {what}", "is {one} {done}", "how fares {who}",
-        "wilt thou {act} {when}", "shall {who} {act}", "what says {absent} of the {matter}",
-        "know'st thou {who}", "is there no {thing} for {who}", "who {goes} there",
-        "how many {things} hath {who} {done}", "whose {thing} is this", "whither {goes} {who}",
-        "what is {idea} but a {thing}", "have I {done} {who}", "must I {act} for {who}", "art thou {done}",
-        "when {will} {who} {act}", "which of these {things} is {good}", "canst thou {act}",
-        "what {thing} is that {where}"],
-    "reply": ["{alas}, {call}, {claim}{tail}.", "no, {call}: {claim}{tail}.", "ay, {claim}{tail}.",
-        "not I, {call}.", "I know not, {call}; {claim}.", "'tis {done}, {call}.", "{claim}, {why}.",
-        "so {claim}.", "{absent} {will} tell thee{tail}.", "ask {who}, not me: {claim}.",
-        "by {oath}, {claim}{tail}.", "as {good} as any {person} {where}.", "I did so, {call}; {claim}.",
-        "never, {call}.", "so please you, {claim}.", "what {absent} bade me: {claim}.",
-        "more than I {will} tell, {call}.", "{who}, I think, and {who}.",
-        "too well, {call}; {claim}{tail}.", "{where}, {call}, {claim}."],
-    "bid": ["{alas}, {act}, and {act}!", "{call}, {act} {when}.", "let {who} {act}{tail}.",
-        "go, {call}, {act}{tail}.", "{act}, {call}; {act}.", "bring me {what}, {call}.",
-        "let not {who} {act}, {why}.", "stand, {call}! {claim}.", "to {town}, {call}, and {act}!",
-        "fetch the {matter} {when}, or {claim}.", "hold, {call}; {claim}.", "hence, and {act}!",
-        "swear it, {call}: swear to {act}.", "give me the {matter}, {call}, {why}.",
-        "look, {call}, {where}: {claim}.", "no more, {call}; {act}.", "tell {absent} that {claim}."],
-    "swear": ["by {oath}, I {will} {act}{tail}.", "I swear by {oath}, {claim}.",
-        "now by {oath}, {call}, {claim}!", "may {idea} {do} me if {claim}.",
-        "here is my {thing}: {claim}, {why}.", "if I {act}, let {who} {do} me.",
-        "this {thing} upon it, {call}: {claim}.", "while the {nature} {goes}, I {will} {act}."],
-    "mourn": ["O {idea}, O {bad} {idea}!", "O {bad} {thing}, that {who} {did}!",
-        "alas, {who} {goes} no more {where}.", "my {things} are {things} of {idea}{tail}.",
-        "O that {who} had {done} {what}!", "weep, {call}: {claim}.", "where now is {one}? Where is {one}?",
-        "I had {a_pair} once, and {idea} {did} them.", "O, I am {done}, {call}!",
-        "here {goes} a {person} that {did} {what}.", "had I but {done} {what}, {who} had {done} me.",
-        "away, you {bad} {things}!", "{things}, {things}, and never a {thing} of {idea}.",
-        "so {goes} {idea}; so {goes} {who}."],
-    "mock": ["thou {bad} {creature}, thou {thing} of {idea}!",
-        "{claim}? Ay, as the {creature} {goes} {where}.", "a {person}! a {bad}, {plain} {person}!",
-        "I have seen {things} more {good} than thou.", "thy {thing} is {like}.",
-        "thou hast the {thing} of a {creature} and the {idea} of a {person}.",
-        "what, {call}? the {creature} hath more {idea}.", "go, {do} a {creature}.",
-        "I {will} {do} thee {like}.", "is this a {person}? is this {idea}?",
-        "a {thing} {will} {do} thee as soon as {who}.", "thou speak'st {like}."],
-    "news": ["{absent} is come from {town}, {call}, with {number} {things}.",
-        "the {matter} is {done}, {call}; {claim}.", "they have {done} the {matter} {where}.",
-        "{who} was seen {where}{tail}.", "there came a {person} from {town}: {claim}.",
-        "{absent} hath {done} {absent_too}, {why}.", "{who} is {done} {where}, and {who} {goes} free.",
-        "at {town} they {do} {what}, {call}.", "I have it from {who}: {claim}.",
-        "{when} {absent} {will} {act}.", "the {matter} that {absent} {did} is {where}.",
-        "{number} {things} were {done} {where}, {call}."],
-    "wisdom": ["{idea} {goes} where {idea} {goes}.",
-        "a {good} {thing} is better than {number} {bad} {things}.",
-        "who {goes} with the {creature} must {act}.", "few {things}, few {things}.",
-        "the {nature} asks not why the {creature} {goes}.",
-        "{idea} is the {thing} of {good} men, and {idea} their {thing}.",
-        "{do} {idea}, and {idea} {will} {do} thee.", "he that hath {idea} needs no {thing}.",
-        "no {creature} {goes} but a {creature} {goes} after.", "{plain} {things} make {bad} {things}.",
-        "when {idea} {goes}, {idea} {goes} too.", "better {a_pair} than {idea}."],
-    "part": ["farewell, {call}; {claim}.", "I must to {town} {when}.", "good night, {call}, and {act}.",
-        "adieu, {call}: {claim}{tail}.", "we meet {where} {when}.", "no more to-night, {call}; {claim}.",
-        "come, {call}, {where}, and {act}.", "go thou to {town}; I {will} {act}."],
-    "greet": ["good morrow, {call}.", "well met, {call}; {question}?", "heaven keep thee, {call}: {claim}.",
-        "hail, {call}! {claim}{tail}.", "here comes {who}, {call}.", "stand there, {call}: {question}?",
-        "how now, {call}? {claim}.", "what, {call}, {where}?", "you are welcome to {town}, {call}{tail}.",
-        "who {goes} there? {call}?"],
-    "chorus": ["now think you stand {where}, where {claim}.", "our play is come to {town}; {claim}.",
-        "{number} {span} are gone, and {who} {goes} {where}.", "of {idea} and {idea} we sing, and {who}.",
-        "hear then how {absent} {did} {what}, and how {absent_too} {did} {who}.",
-        "sit still, you {good} hearers: {claim}{tail}.", "the {matter} of {town} is {done}, and {claim}.",
-        "from {town} to the {place} {goes} {absent_too}.",
-        "let {idea} be your {thing}, and {idea} your {thing}."],
-    "rest": ["heigh-ho, the {nature} and the {nature}!", "sing low, my {creature}, sing low.",
-        "with a hey, and a {creature}, hey!", "and {go}, my {good} one, {go}.",
-        "hey down, derry down, and {go}.", "O the {nature}, the {nature} and {idea}!"],
-    "sung": ["the {plain} {nature} and the {good} {rhyme},", "with {things}, {things}, and {rhyme},",
-        "O {do} me by the {bad} {rhyme},", "and never a {person} to {do} the {rhyme};",
-        "my {idea} is {done} for the {rhyme}.", "a {creature} sang of {idea} and {rhyme},",
-        "the {person} {goes} to the {plain} {rhyme}:", "{number} {things} for a {good} {rhyme},",
-        "for {idea} {goes} {how} to the {rhyme}.", "when {things} {go} to the {rhyme},",
-        "there was a {person}, and a {rhyme},", "bring {idea}, bring {a_pair}, bring {rhyme};",
-        "say who {will} {do} the {rhyme}?"],
-}  # fmt: skip
+    "who": "the {good} {person}|the {bad} {person}|the {person}|my {person}|thy {person}|{absent}|"
+    "this {plain} {person}|a {person} of {town}|our {good} {absent}|that {bad} {person}|"
+    "thy {plain} {person}|every {person} {where}|mine own {person}",
+    "one": "the {thing}|my {thing}|thy {bad} {thing}|the {plain} {matter}|this {thing}|{idea}|"
+    "a {good} {thing}|the {thing} of {idea}|the {matter}|all thy {idea}|what {absent} {did}|"
+    "a {thing} of {plain} {idea}|every {thing}|the {matter} of {town}|mine own {thing}|"
+    "the {idea} of {who}|yon {plain} {thing}|no {thing} but this|{bad} {idea}",
+    "what": "{one}|{one}|{one}|our {things}|thy {things}|{number} {things}|the {bad} {things}|"
+    "such {plain} {things}|the {things} of {town}",
+    "where": "in the {place}|by the {nature}|at {town}|beyond the {place}|within this {plain} {place}|"
+    "upon the road to {town}|beneath the {nature}|under the {plain} {nature}|at the {place} door|"
+    "on the {plain} {place}|hard by the {place}|where the {creature} {goes}|across the {nature}|"
+    "here in {town}",
+    "like": "like a {creature} in the {place}|as the {nature} {will} {do} the {nature}|like {plain} {things}|"
+    "as {things} in {idea}|like the {bad} {creature}|as {idea} follows {idea}|"
+    "like {a_pair} in one {place}|more {bad} than the {creature}|as {good} as the {nature}|"
+    "as {bad} men {do} {idea}|like {idea} at a {place} door|as a {person} {will} {do} a {creature}",
+    "a_pair": "{number} {things}|a {creature} and a {creature}|the {nature} and the {nature}",
+    "act": "{do} {what}|{do} {who}|{go} {where}|{how} {do} {what}|{go} for {who}|{go}|{do} {what} {where}|"
+    "make {a_pair} of {idea}|give {what} to {who}|leave {what} to {idea}|bid {who} {go}|"
+    "speak of {what}|{do} the {thing} that {who} {did}|{go} with {name}|swear to {do} {who}|"
+    "learn to {go}|lend {who} {what}|turn {what} to {things}|ride to {town} and {do} {who}|"
+    "hold {what} for {idea}|never {do} {what}|send {number} {things} to {absent}",
+    "claim": "{who} {will} {act}|{who} hath {done} {what}|{one} is {done} by {who}|thou {thou} {act}|"
+    "{idea} is a {bad} {thing}|{idea} {goes} {where}|I {will} {act}|{who} {did} {what} {where}|"
+    "the {creature} {goes} {where}|there is {idea} in {what}|we {will} {act}|thou art {like}|"
+    "I have {done} {who}|{one} lies {where}|my {idea} {goes} {like}|no {person} {will} {act}|"
+    "{idea} hath no {thing}|{number} {span} have I {done} {what}|he that {goes} {will} {act}|"
+    "the {nature} {will} {do} {what}|such {things} as these {will} {act}|"
+    "they say {absent} {goes} {where}|I am {done} by {idea}|{who} loves {what} more than {idea}|"
+    "it was {absent} that {did} {what}|{who} knows {what}|the {things} of {town} are {done}|"
+    "men {will} {do} {what} for {idea}|I saw {who} {go} {where}|{absent} and {absent_too} {did} {who}|"
+    "never was {thing} so {done}|thou hast {done} {what}|nor {idea} nor {idea} {will} {do} me|"
+    "mine eyes have {done} {what}|a {creature} {will} {do} a {creature}|{who} was {done} {where}|"
+    "the {matter} is not {done}|we are but {things} {where}",
+    "thou": "wilt|shalt|canst|mayst|must|wouldst|dost|didst",
+    "tail": ", {why}|, {like}| {when}|, and {claim}|; {claim}|: {claim}|, but {claim}||||, where {claim}|"
+    ", till {claim}|; yet {claim}|, lest {claim}|, for {claim}|, as {who} {did}| {where}|"
+    ", unless {claim}|, and so {will} {who}|, {call}",
+    "call": "{hail} {name}|{name}|{rank}|{name}|{rank}|thou {bad} {person}|{hail} {person}",
+    "say": "{claim}{tail}.|{claim}{tail}.|{alas}, {claim}{tail}.|{claim}, {call}{tail}.|"
+    "{when}, {call}, {claim}.|if {claim}, then {claim}{tail}.|when {who} {goes}, {claim}{tail}.|"
+    "though {claim}, yet {claim}.|{where} {claim}{tail}.|not {who} nor {who} {will} {act}{tail}.|"
+    "{claim}; so {claim}.|as {claim}, so {claim}.|he {goes} best that {goes} {how}{tail}.|"
+    "what {absent} {did}, {who} {will} {do}.|{who}, that {did} {what}, {goes} {where}.|"
+    "I think {claim}{tail}.|mark me, {call}: {claim}{tail}.|"
+    "it is not {idea} but {idea} that {goes} {where}.|some {do} {what}, some {go} {where}; {claim}.|"
+    "yet {claim}{tail}.|and {claim}{tail}.|to {act} is to {act}.|"
+    "for {who} I {will} {act}; for {who}, {act}.|this {thing} {did} {who}, and {claim}.",
+    "ask": "{question}, {call}?|{alas}, {question}?|{question}?|say, {call}, {question}?|"
+    "{question}, or {question}?|what, {question}?|but {question}? {question}?",
+    "question": "who {did} {what}|dost thou {act}|what {person} {goes} {where}|where is {one}|"
+    "why dost thou {act} {like}|hath {absent} {done} {what}|is {one} {done}|how fares {who}|"
+    "wilt thou {act} {when}|shall {who} {act}|what says {absent} of the {matter}|know'st thou {who}|"
+    "is there no {thing} for {who}|who {goes} there|how many {things} hath {who} {done}|"
+    "whose {thing} is this|whither {goes} {who}|what is {idea} but a {thing}|have I {done} {who}|"
+    "must I {act} for {who}|art thou {done}|when {will} {who} {act}|which of these {things} is {good}|"
+    "canst thou {act}|what {thing} is that {where}",
+    "reply": "{alas}, {call}, {claim}{tail}.|no, {call}: {claim}{tail}.|ay, {claim}{tail}.|not I, {call}.|"
+    "I know not, {call}; {claim}.|'tis {done}, {call}.|{claim}, {why}.|so {claim}.|"
+    "{absent} {will} tell thee{tail}.|ask {who}, not me: {claim}.|by {oath}, {claim}{tail}.|"
+    "as {good} as any {person} {where}.|I did so, {call}; {claim}.|never, {call}.|"
+    "so please you, {claim}.|what {absent} bade me: {claim}.|more than I {will} tell, {call}.|"
+    "{who}, I think, and {who}.|too well, {call}; {claim}{tail}.|{where}, {call}, {claim}.",
+    "bid": "{alas}, {act}, and {act}!|{call}, {act} {when}.|let {who} {act}{tail}.|go, {call}, {act}{tail}.|"
+    "{act}, {call}; {act}.|bring me {what}, {call}.|let not {who} {act}, {why}.|"
+    "stand, {call}! {claim}.|to {town}, {call}, and {act}!|fetch the {matter} {when}, or {claim}.|"
+    "hold, {call}; {claim}.|hence, and {act}!|swear it, {call}: swear to {act}.|"
+    "give me the {matter}, {call}, {why}.|look, {call}, {where}: {claim}.|no more, {call}; {act}.|"
+    "tell {absent} that {claim}.",
+    "swear": "by {oath}, I {will} {act}{tail}.|I swear by {oath}, {claim}.|now by {oath}, {call}, {claim}!|"
+    "may {idea} {do} me if {claim}.|here is my {thing}: {claim}, {why}.|if I {act}, let {who} {do} me.|"
+    "this {thing} upon it, {call}: {claim}.|while the {nature} {goes}, I {will} {act}.",
+    "mourn": "O {idea}, O {bad} {idea}!|O {bad} {thing}, that {who} {did}!|"
+    "alas, {who} {goes} no more {where}.|my {things} are {things} of {idea}{tail}.|"
+    "O that {who} had {done} {what}!|weep, {call}: {claim}.|"
+    "where now is {one}? Where is {one}?|I had {a_pair} once, and {idea} {did} them.|"
+    "O, I am {done}, {call}!|here {goes} a {person} that {did} {what}.|"
+    "had I but {done} {what}, {who} had {done} me.|away, you {bad} {things}!|"
+    "{things}, {things}, and never a {thing} of {idea}.|so {goes} {idea}; so {goes} {who}.",
+    "mock": "thou {bad} {creature}, thou {thing} of {idea}!|{claim}? Ay, as the {creature} {goes} {where}.|"
+    "a {person}! a {bad}, {plain} {person}!|I have seen {things} more {good} than thou.|"
+    "thy {thing} is {like}.|thou hast the {thing} of a {creature} and the {idea} of a {person}.|"
+    "what, {call}? the {creature} hath more {idea}.|go, {do} a {creature}.|I {will} {do} thee {like}.|"
+    "is this a {person}? is this {idea}?|a {thing} {will} {do} thee as soon as {who}.|"
+    "thou speak'st {like}.",
+    "news": "{absent} is come from {town}, {call}, with {number} {things}.|"
+    "the {matter} is {done}, {call}; {claim}.|they have {done} the {matter} {where}.|"
+    "{who} was seen {where}{tail}.|there came a {person} from {town}: {claim}.|"
+    "{absent} hath {done} {absent_too}, {why}.|{who} is {done} {where}, and {who} {goes} free.|"
+    "at {town} they {do} {what}, {call}.|I have it from {who}: {claim}.|{when} {absent} {will} {act}.|"
+    "the {matter} that {absent} {did} is {where}.|{number} {things} were {done} {where}, {call}.",
+    "wisdom": "{idea} {goes} where {idea} {goes}.|a {good} {thing} is better than {number} {bad} {things}.|"
+    "who {goes} with the {creature} must {act}.|few {things}, few {things}.|"
+    "the {nature} asks not why the {creature} {goes}.|"
+    "{idea} is the {thing} of {good} men, and {idea} their {thing}.|"
+    "{do} {idea}, and {idea} {will} {do} thee.|he that hath {idea} needs no {thing}.|"
+    "no {creature} {goes} but a {creature} {goes} after.|{plain} {things} make {bad} {things}.|"
+    "when {idea} {goes}, {idea} {goes} too.|better {a_pair} than {idea}.",
+    "part": "farewell, {call}; {claim}.|I must to {town} {when}.|good night, {call}, and {act}.|"
+    "adieu, {call}: {claim}{tail}.|we meet {where} {when}.|no more to-night, {call}; {claim}.|"
+    "come, {call}, {where}, and {act}.|go thou to {town}; I {will} {act}.",
+    "greet": "good morrow, {call}.|well met, {call}; {question}?|heaven keep thee, {call}: {claim}.|"
+    "hail, {call}! {claim}{tail}.|here comes {who}, {call}.|stand there, {call}: {question}?|"
+    "how now, {call}? {claim}.|what, {call}, {where}?|you are welcome to {town}, {call}{tail}.|"
+    "who {goes} there? {call}?",
+    "chorus": "now think you stand {where}, where {claim}.|our play is come to {town}; {claim}.|"
+    "{number} {span} are gone, and {who} {goes} {where}.|of {idea} and {idea} we sing, and {who}.|"
+    "hear then how {absent} {did} {what}, and how {absent_too} {did} {who}.|"
+    "sit still, you {good} hearers: {claim}{tail}.|the {matter} of {town} is {done}, and {claim}.|"
+    "from {town} to the {place} {goes} {absent_too}.|"
+    "let {idea} be your {thing}, and {idea} your {thing}.",
+    "rest": "heigh-ho, the {nature} and the {nature}!|sing low, my {creature}, sing low.|"
+    "with a hey, and a {creature}, hey!|and {go}, my {good} one, {go}.|hey down, derry down, and {go}.|"
+    "O the {nature}, the {nature} and {idea}!",
+    "sung": "the {plain} {nature} and the {good} {rhyme},|with {things}, {things}, and {rhyme},|"
+    "O {do} me by the {bad} {rhyme},|and never a {person} to {do} the {rhyme};|"
+    "my {idea} is {done} for the {rhyme}.|a {creature} sang of {idea} and {rhyme},|"
+    "the {person} {goes} to the {plain} {rhyme}:|{number} {things} for a {good} {rhyme},|"
+    "for {idea} {goes} {how} to the {rhyme}.|when {things} {go} to the {rhyme},|"
+    "there was a {person}, and a {rhyme},|bring {idea}, bring {a_pair}, bring {rhyme};|"
+    "say who {will} {do} the {rhyme}?",
+}
 
 MOODS = ("say", "say", "say", "ask", "ask", "bid", "bid", "swear", "mourn", "mock", "news", "wisdom")
-RHYMES = (
-    "day way play clay bay", "night light sight flight knight", "sea tree bee key lea",
-    "rain lane plain grain chain", "bell dell well knell shell", "sheep sleep deep keep steep",
-    "stone bone throne moan loan", "rose snows woes crows", "hill mill rill chill quill",
-    "song wrong throng thong", "air care stair prayer snare", "gold cold fold mould hold",
-    "fire choir briar lyre wire", "ground sound hound mound round", "tower flower bower hour shower",
-)  # fmt: skip
+RHYMES = _words(
+    "day way play clay bay|night light sight flight knight|sea tree bee key lea|"
+    "rain lane plain grain chain|bell dell well knell shell|sheep sleep deep keep steep|"
+    "stone bone throne moan loan|rose snows woes crows|hill mill rill chill quill|"
+    "song wrong throng thong|air care stair prayer snare|gold cold fold mould hold|"
+    "fire choir briar lyre wire|ground sound hound mound round|tower flower bower hour shower"
+)
 
 
 WORD_LISTS = {slot: _words(text) for slot, text in WORDS.items()}
+RULE_LISTS = {slot: _words(text) for slot, text in RULES.items()}
 
 
 class _Scene:
@@ -312,8 +301,8 @@ class _Scene:
     def fill(self, slot: str) -> str:
         if slot in self.fixed:
             return self.fixed[slot]
-        if slot in RULES:
-            return re.sub(r"\{(\w+)\}", lambda match: self.fill(match[1]), self.pick(RULES[slot]))
+        if slot in RULE_LISTS:
+            return re.sub(r"\{(\w+)\}", lambda match: self.fill(match[1]), self.pick(RULE_LISTS[slot]))
         words = self.theme[slot] if slot in self.theme and self.below(2) else WORD_LISTS[slot]
         word = self.pick(words)
         if word == self.latest.get(slot):  # "the sea and the sea"

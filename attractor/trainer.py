@@ -196,10 +196,13 @@ class Trainer(Loop):
             (folder / "run.json").write_text(self.config.to_json())
             if kind == "last":
                 progress = {
-                    "step": self.step, "best_loss": finite(self.best_loss), "best_step": self.best_step,
-                    "evaluations_since_best": self.evaluations_since_best, "seconds": self.seconds,
+                    "step": self.step,
+                    "best_loss": finite(self.best_loss),
+                    "best_step": self.best_step,
+                    "evaluations_since_best": self.evaluations_since_best,
+                    "seconds": self.seconds,
                     "batches": self.batches.state_dict(),
-                }  # fmt: skip
+                }
                 write_training(folder, training, progress)
 
         return self.world.from_leader(lambda: self.checkpoints.save(kind, self.step, fill))

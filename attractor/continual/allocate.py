@@ -61,9 +61,12 @@ class Outlook:
 
     def __add__(self, other: "Outlook") -> "Outlook":
         return Outlook(
-            self.tokens + other.tokens, self.confidence + other.confidence, self.far + other.far,
-            self.busy + other.busy, torch.cat([self.inputs, other.inputs])[-SAMPLE:],
-        )  # fmt: skip
+            self.tokens + other.tokens,
+            self.confidence + other.confidence,
+            self.far + other.far,
+            self.busy + other.busy,
+            torch.cat([self.inputs, other.inputs])[-SAMPLE:],
+        )
 
 
 class Moments(Protocol):
@@ -106,10 +109,12 @@ class Allocator:
         directions = self.layers[number].represent(inputs)
         busiest = self.habits[number].usage.argmax()
         return Outlook(
-            len(inputs), float(confidence.double().sum()),
-            directions[confidence < self.config.novelty].sum(0), directions[indices[:, 0] == busiest].sum(0),
+            len(inputs),
+            float(confidence.double().sum()),
+            directions[confidence < self.config.novelty].sum(0),
+            directions[indices[:, 0] == busiest].sum(0),
             inputs[-SAMPLE:],
-        )  # fmt: skip
+        )
 
     @torch.no_grad()
     def allocate(

@@ -99,9 +99,13 @@ def consolidate(
     base_hash = fingerprint(base)
     kept = {other: _moved(learner, base, base_hash, own) for other, own in others.items()}
     pending = Consolidation(
-        learner, name, cast(dict[str, tuple[float, float]], figures), learner.base, learner.base_hash,
+        learner,
+        name,
+        cast(dict[str, tuple[float, float]], figures),
+        learner.base,
+        learner.base_hash,
         learner.sources,
-    )  # fmt: skip
+    )
     learner.base, learner.base_hash, learner.sources = base, base_hash, kept
     learner.consolidation = pending
     for own in kept.values():

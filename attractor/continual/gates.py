@@ -67,9 +67,13 @@ def entropy(logits: Tensor) -> Tensor:
 
 @torch.no_grad()
 def admit(
-    config: GateConfig, candidates: Tensor, losses: Tensor, logits: Tensor, confidence: Tensor,
+    config: GateConfig,
+    candidates: Tensor,
+    losses: Tensor,
+    logits: Tensor,
+    confidence: Tensor,
     surprise: Surprise,
-) -> Admission:  # fmt: skip
+) -> Admission:
     """Of the `candidates` (...), who may teach.
 
     `confidence` is the least of the layers' router confidences; where a token was not routed it is NaN, and

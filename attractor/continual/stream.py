@@ -59,9 +59,13 @@ def adapt(
     notes = learner.notes
     if not notes:
         notes = {
-            "text": 0, "offset": 0, "plan": plan, "losses": {}, "canary": watched,
+            "text": 0,
+            "offset": 0,
+            "plan": plan,
+            "losses": {},
+            "canary": watched,
             "canary_before": _canary(learner, canary),
-        }  # fmt: skip
+        }
     elif notes["plan"] != plan:
         known = ", ".join(f"{count:,} tokens of {name}" for name, count, _ in notes["plan"])
         raise ValueError(f"{out} adapts to {known}; resume with the same texts, and as many tokens of them")
@@ -92,9 +96,11 @@ def adapt(
             is_last = offset >= len(texts[name])
             first = notes["losses"].get(name, {}).get("first", seen.loss)
             notes = {
-                **notes, "losses": {**notes["losses"], name: {"first": first, "last": seen.loss}},
-                "text": notes["text"] + is_last, "offset": 0 if is_last else offset,
-            }  # fmt: skip
+                **notes,
+                "losses": {**notes["losses"], name: {"first": first, "last": seen.loss}},
+                "text": notes["text"] + is_last,
+                "offset": 0 if is_last else offset,
+            }
             stopped = stop()
             if is_last:
                 seen = seen.then(learner.flush())
@@ -105,10 +111,12 @@ def adapt(
             if is_last or stopped or pieces % save_every == 0:
                 save()
     return {
-        "canary_before": notes["canary_before"], "canary_after": _canary(learner, canary),
-        "losses": notes["losses"], "interrupted": stopped and notes["text"] < len(texts),
+        "canary_before": notes["canary_before"],
+        "canary_after": _canary(learner, canary),
+        "losses": notes["losses"],
+        "interrupted": stopped and notes["text"] < len(texts),
         **learner.monitor(),
-    }  # fmt: skip
+    }
 
 
 def describe(learner: Learner, seen: Observation) -> dict[str, Any]:
