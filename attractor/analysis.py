@@ -50,9 +50,9 @@ def multiply_adds(layer: APN | MoE) -> dict[str, int]:
     return {**counts, "total": sum(counts.values())}
 
 
-def dense_multiply_adds(dim: int, *, expansion: int = 4) -> int:
+def dense_multiply_adds(dim: int) -> int:
     """Multiply-adds per token of the dense FFN this layer replaces; also its parameters, without biases."""
-    return 2 * expansion * dim * dim
+    return 8 * dim * dim
 
 
 def model_multiply_adds(model: GPT) -> int:

@@ -71,11 +71,11 @@ class Adapter(nn.Module):
         return self.up(F.gelu(self.down(x)))
 
 
-def make_moe(size: Size, experts: int = 8) -> MoE:
+def make_moe(size: Size) -> MoE:
     """The usual mixture: the top 2 of 8 dense experts with the parameters of the APN layer in all."""
     parameters = size.num_patches * (size.dim + 2 * size.rank + size.rank * size.dim)
-    hidden = max(16, parameters // (2 * size.dim * experts) // 16 * 16)  # grouped_mm wants 16-byte strides
-    return MoE(size.dim, MoEConfig(num_experts=experts, top_k=2, hidden=hidden, noise=False))
+    hidden = max(16, parameters // (2 * size.dim * 8) // 16 * 16)  # grouped_mm wants 16-byte strides
+    return MoE(size.dim, MoEConfig(num_experts=8, top_k=2, hidden=hidden, noise=False))
 
 
 def make(name: str, size: Size, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -171,15 +171,17 @@ def extra_memory(run: Callable[[], list[Tensor]]) -> int:
     return torch.cuda.max_memory_allocated() - before - kept
 
 
-def floor(
-    size: Size, itemsize: int, *, backward: bool, flops: float = 790e12, bandwidth: float = 4.3e12
-) -> float:
+H200_FLOPS, H200_BANDWIDTH = 790e12, 4.3e12
+"""What matrix products and copies reach on an H200, per second."""
+
+
+def floor(size: Size, itemsize: int, *, backward: bool) -> float:
     """Seconds that no implementation can beat: the larger of arithmetic and of reading and writing once."""
     counts = APN(size.dim, num_patches=size.num_patches, top_k=size.top_k, rank=size.rank, device="meta")
     work = 2 * analysis.multiply_adds(counts)["total"] * size.tokens * (3 if backward else 1)
     parameters = sum(parameter.numel() for parameter in counts.parameters())
     traffic = size.tokens * size.dim * (5 if backward else 2) + parameters * (3 if backward else 1)
-    return max(work / flops, traffic * itemsize / bandwidth)
+    return max(work / H200_FLOPS, traffic * itemsize / H200_BANDWIDTH)
 
 
 def measure_layer(name: str, size: Size, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

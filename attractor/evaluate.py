@@ -70,7 +70,6 @@ def routing(
     model: TrainableModel,
     tokens: np.ndarray,
     *,
-    batch_size: int = 64,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
 ) -> dict[int, RoutingStats]:
     """What the router of each APN layer does with every token but the last, on the CPU.
@@ -80,7 +79,7 @@ def routing(
     device = model.device
     parts: dict[int, list[RoutingStats]] = defaultdict(list)
     with mode(model, training=False):
-        for inputs, _, _ in windows(tokens, model.config.context, batch_size):
+        for inputs, _, _ in windows(tokens, model.config.context, 64):
             with autocast():
                 _, found = model(inputs.to(device), return_stats=True)
             for layer, stats in found.items():

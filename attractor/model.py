@@ -315,10 +315,9 @@ class GPT(nn.Module):
         """Layer number -> APN layer, for whoever freezes, monitors or adapts them."""
         return {i: block.ffn for i, block in enumerate(self.blocks) if isinstance(block.ffn, APN)}
 
-    def num_parameters(self, *, positions: bool = False) -> int:
-        """Parameters as the paper counts them: without position embeddings unless asked."""
-        total = sum(parameter.numel() for parameter in self.parameters())
-        return total if positions else total - self.positions.weight.numel()
+    def num_parameters(self) -> int:
+        """Parameters as the paper counts them: without position embeddings."""
+        return sum(parameter.numel() for parameter in self.parameters()) - self.positions.weight.numel()
 
     def save_pretrained(self, folder: str | Path, *, state: dict[str, Tensor] | None = None) -> None:
         """Write config.json and model.safetensors; each file appears whole or not at all.

@@ -89,17 +89,12 @@ def overlap_score(indices_a: Tensor, indices_b: Tensor, num_patches: int) -> flo
     return expected_overlap(indices_a, indices_b, num_patches) / indices_a.shape[-1]
 
 
-def summary(stats: RoutingStats, *, hidden_norm: Tensor | None = None, prefix: str = "") -> dict[str, float]:
+def summary(stats: RoutingStats, *, prefix: str = "") -> dict[str, float]:
     """One flat dict of numbers for a logger.
 
-    `hidden_norm` is |h| of the residual stream, for the ratio |update| / |h|; without it the ratio is to the
-    layer's own input, which a pre-norm block has already normalised.
+    The ratio |update| / |h| is to the statistics' `input_norm`: that of the residual stream if they are a
+    GPT's, else that of the layer's own input, which a pre-norm block has already normalised.
     """
-    if hidden_norm is not None and hidden_norm.shape != stats.update_norm.shape:
-        raise ValueError(
-            f"hidden_norm of shape {tuple(hidden_norm.shape)} for statistics of shape "
-            f"{tuple(stats.update_norm.shape)}"
-        )
     q = usage(stats.indices, stats.num_patches)
     routed = stats.indices[..., 0] >= 0
     entropy = usage_entropy(q)
@@ -114,13 +109,10 @@ def summary(stats: RoutingStats, *, hidden_norm: Tensor | None = None, prefix: s
         "balance_loss": float(stats.balance.detach()),
         "weight_entropy": float(stats.entropy.detach()),
     }
-    ratio = stats.update_norm / (stats.input_norm if hidden_norm is None else hidden_norm)
-    for name, samples in (
-        ("confidence", stats.confidence),
-        ("update_norm", stats.update_norm),
-        ("update_ratio", ratio),
-    ):
-        values |= _distribution(name, samples.detach()[routed])
+    ratio = stats.update_norm / stats.input_norm
+    samples = {"confidence": stats.confidence, "update_norm": stats.update_norm, "update_ratio": ratio}
+    for name, each in samples.items():
+        values |= _distribution(name, each.detach()[routed])
     return {prefix + name: value for name, value in values.items()}
 
 

@@ -43,14 +43,13 @@ def adapt(
     *,
     canary: np.ndarray | None = None,
     every: int = 16_384,
-    save_every: int = 16,
     labelled: bool = True,
     stop: Callable[[], bool] = lambda: False,
     report: Report = lambda record: None,
 ) -> dict[str, Any]:
     """Observe every text in pieces of `every` tokens (rounded up to the budget), with a record after each.
 
-    A checkpoint is written every `save_every` pieces, after each text, when stopped and when a piece fails.
+    A checkpoint is written every 16 pieces, after each text, when stopped and when a piece fails.
     Without labels the learner is not told which text a piece is from.
     Returns the canary's perplexity before and after, and for each text the loss of its first and last piece.
     """
@@ -108,7 +107,7 @@ def adapt(
             log.write(json.dumps(record) + "\n")
             log.flush()
             report(record)
-            if is_last or stopped or pieces % save_every == 0:
+            if is_last or stopped or pieces % 16 == 0:
                 save()
     return {
         "canary_before": notes["canary_before"],

@@ -163,7 +163,7 @@ class CausalLM(nn.Module):
         """Number of the block -> APN layer of the retrofit."""
         return {} if self.name is None else self.net.apn_layers(self.name)
 
-    def num_parameters(self, *, positions: bool = False) -> int:
+    def num_parameters(self) -> int:
         """All parameters, those of positions too: not every base has them apart."""
         return sum(parameter.numel() for parameter in self.parameters())
 

@@ -37,9 +37,7 @@ def teach(
     batch_size: int = 16,
     learning_rate: float = 1e-3,
     evaluations: int = 4,
-    clip_norm: float = 1.0,
     seed: int = 0,
-    precision: str = "auto",
     keep: Callable[[], None] = lambda: None,
     stop: Callable[[], bool] = lambda: False,
     report: Report = lambda record: None,
@@ -55,7 +53,7 @@ def teach(
     batches = Batches(train, batch_size, model.config.context, seed)
 
     def cast() -> AbstractContextManager:
-        return autocast(model.device, precision)
+        return autocast(model.device, "auto")
 
     def take(step: int) -> None:
         inputs, targets = (part.to(model.device) for part in next(batches))
@@ -65,7 +63,7 @@ def teach(
         if not loss.isfinite():
             raise NotFiniteUpdate(f"the loss is {float(loss.detach())} at step {step}")
         rate = learning_rate * annealed(step, steps, steps // 12)
-        descend(optimizer, [loss], rate, clip=learning, clip_norm=clip_norm)
+        descend(optimizer, [loss], rate, clip=learning, clip_norm=1.0)
 
     loop = Loop(take)
     evaluated = {round(number * steps / evaluations) for number in range(evaluations + 1)}
