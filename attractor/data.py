@@ -366,26 +366,17 @@ def _windows_at(tokens: Tokens, starts: Tokens, length: int) -> Batch:
     return torch.from_numpy(inputs.astype(np.int64)), torch.from_numpy(targets.astype(np.int64))
 
 
-def windows(tokens: Tokens, context: int, batch_size: int, stride: int | None = None) -> Sweep:
-    """The evaluation sweep: inputs, targets, how many targets count; every token but the first counts once.
-
-    With a `stride` below `context` the windows overlap, so that each target sees at least context - stride
-    tokens before it; targets that an earlier window has counted are IGNORED.
-    """
-    stride = context if stride is None else stride
-    for name, value in {"context": context, "batch_size": batch_size, "stride": stride}.items():
+def windows(tokens: Tokens, context: int, batch_size: int) -> Sweep:
+    """The evaluation sweep: inputs, targets, how many targets there are; every token but the first is one."""
+    for name, value in {"context": context, "batch_size": batch_size}.items():
         check_size(name, value)
-    if stride > context:
-        raise ValueError(f"stride={stride} must not exceed context={context}: tokens would be left out")
     if len(tokens) < 2:
         raise ValueError(f"{len(tokens)} tokens hold no target: give at least 2")
     last = len(tokens) - 1  # the number of targets
-    starts = np.arange(0, max(last - context + 1, 0), stride)  # windows that are full
+    starts = np.arange(0, max(last - context + 1, 0), context)  # windows that are full
     batches = [(starts[first : first + batch_size], context) for first in range(0, len(starts), batch_size)]
-    rest = len(starts) * stride
-    if not len(starts) or starts[-1] + context < last:
+    if (rest := len(starts) * context) < last:
         batches.append((np.array([rest]), last - rest))
     for chosen, length in batches:
         inputs, targets = _windows_at(tokens, chosen, length)
-        targets[int(chosen[0] == 0) :, : context - stride] = IGNORED
-        yield inputs, targets, int((targets != IGNORED).sum())
+        yield inputs, targets, targets.numel()

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attractor import data
 from attractor.data import Batches, prepare, windows
 
 sizes = st.tuples(st.integers(2, 60), st.integers(1, 59)).filter(lambda pair: pair[1] < pair[0])
@@ -133,30 +132,24 @@ def test_a_state_of_other_settings_is_refused():
     tokens=st.lists(st.integers(0, 300), min_size=2, max_size=70),
     context=st.integers(1, 80),
     batch_size=st.integers(1, 5),
-    share=st.floats(0, 1),
 )
-def test_every_target_counts_once(tokens, context, batch_size, share):
+def test_every_target_counts_once(tokens, context, batch_size):
     tokens = np.array(tokens, dtype=np.uint16)
-    stride = max(1, round(share * context))
-    counted, total, covered = [], 0, 0
-    for inputs, targets, count in windows(tokens, context, batch_size, stride):
+    read, counted, total = [], [], 0
+    for inputs, targets, count in windows(tokens, context, batch_size):
         assert inputs.shape == targets.shape
         assert inputs.shape[0] <= batch_size
         assert inputs.shape[1] <= context
-        known = targets != data.IGNORED
-        assert count == known.sum() > 0
-        counted += targets[known].tolist()
+        assert count > 0
+        read += inputs.flatten().tolist()
+        counted += targets.flatten().tolist()
         total += count
-        for row in range(len(inputs)):  # and every input is the token before its target, from a full past
-            first = int(known[row].nonzero()[0])
-            assert covered == 0 or first >= min(context - stride, covered)
-            covered += int(known[row].sum())
-            assert inputs[row].tolist() == tokens[covered - inputs.shape[1] : covered].tolist()
+    assert read == tokens[:-1].tolist()
     assert counted == tokens[1:].tolist()
     assert total == len(tokens) - 1
 
 
-def test_without_a_stride_windows_do_not_overlap():
+def test_windows_do_not_overlap():
     sweep = list(windows(np.arange(12), 3, 2))
     assert [inputs.tolist() for inputs, _, _ in sweep] == [[[0, 1, 2], [3, 4, 5]], [[6, 7, 8]], [[9, 10]]]
     assert [targets.tolist() for _, targets, _ in sweep] == [[[1, 2, 3], [4, 5, 6]], [[7, 8, 9]], [[10, 11]]]
@@ -169,8 +162,6 @@ def test_without_a_stride_windows_do_not_overlap():
         ((np.arange(1), 3, 2), "1 tokens hold no target"),
         ((np.arange(9), 0, 2), "context=0 must be a positive integer"),
         ((np.arange(9), 3, 0), "batch_size=0 must be"),
-        ((np.arange(9), 3, 2, 4), "stride=4 must not exceed context=3"),
-        ((np.arange(9), 3, 2, 0), "stride=0 must be"),
     ],
 )
 def test_windows_refuse(arguments, message):
