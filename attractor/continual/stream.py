@@ -103,7 +103,7 @@ def adapt(
             stopped = stop()
             if is_last:
                 seen = seen.then(learner.flush())
-            record = describe(learner, seen) | {"canary": _canary(learner, canary)}
+            record = finite(describe(learner, seen) | {"canary": _canary(learner, canary)})
             log.write(json.dumps(record) + "\n")
             log.flush()
             report(record)
@@ -123,7 +123,7 @@ def describe(learner: Learner, seen: Observation) -> dict[str, Any]:
     return {
         "tokens": learner.totals.tokens,
         "source": seen.source,
-        "loss": finite(seen.loss),
+        "loss": seen.loss,
         "taught": seen.taught,
         "held_back": seen.held_back,
         "updates": seen.updates,
