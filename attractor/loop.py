@@ -72,6 +72,11 @@ def descend(
     optimizer.step()
 
 
+def evenly(steps: int, count: int) -> set[int]:
+    """Where to look: before the first step and `count` times from there to behind the last, evenly."""
+    return {round(number * steps / count) for number in range(count + 1)}
+
+
 def annealed(step: int, steps: int, warmup: int = 0) -> float:
     """The share of a learning rate: a warm-up, under half a cosine to zero."""
     return min(1.0, (step + 1) / max(1, warmup)) * (0.5 + 0.5 * math.cos(math.pi * step / steps))

@@ -16,7 +16,7 @@ from attractor import presets
 from attractor.checkpoint import find_model
 from attractor.config import APNConfig, DataConfig, GPTConfig, MoEConfig, RunConfig, TrainConfig
 from attractor.data import open_text
-from attractor.loop import annealed
+from attractor.loop import annealed, evenly
 from attractor.model import GPT
 from studies.grid import Settings
 
@@ -82,7 +82,7 @@ class Plan:
         return rate * annealed(step, steps, round(self.warmup * steps))
 
     def evaluated(self, steps: int) -> list[int]:
-        return sorted({round(i * steps / self.evaluations) for i in range(self.evaluations + 1)})
+        return sorted(evenly(steps, self.evaluations))
 
 
 PLANS: dict[Size, Plan] = {

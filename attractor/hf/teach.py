@@ -13,22 +13,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attractor.config import check_number, check_size
 from attractor.continual.update import NotFiniteUpdate
 from attractor.data import Batches
 from attractor.evaluate import autocast, evaluate
-from attractor.hf.causal import CausalLM
-from attractor.lm import mode
-from attractor.loop import Loop, annealed, descend
+from attractor.lm import LanguageModel, mode
+from attractor.loop import Loop, annealed, descend, evenly
 
 Report = Callable[[dict[str, Any]], None]
 
 
 def teach(
-    model: CausalLM,
+    model: LanguageModel,
     parameters: Iterable[nn.Parameter],
     train: np.ndarray,
     validation: np.ndarray,
@@ -55,7 +54,7 @@ def teach(
     def cast() -> AbstractContextManager:
         return autocast(model.device, "auto")
 
-    def take(step: int) -> None:
+    def take(step: int) -> Tensor:
         inputs, targets = (part.to(model.device) for part in next(batches))
         with mode(model, training=True), cast():
             logits = model(inputs)
@@ -64,11 +63,12 @@ def teach(
             raise NotFiniteUpdate(f"the loss is {float(loss.detach())} at step {step}")
         rate = learning_rate * annealed(step, steps, steps // 12)
         descend(optimizer, [loss], rate, clip=learning, clip_norm=1.0)
+        return loss.detach()
 
     loop = Loop(take)
-    evaluated = {round(number * steps / evaluations) for number in range(evaluations + 1)}
+    evaluated = evenly(steps, evaluations)
     losses: list[dict[str, float]] = []
-    kept: list[torch.Tensor] = []
+    kept: list[Tensor] = []
     best, best_step, stopped, diverged = math.inf, 0, False, False
     try:
         for step in loop.steps(steps):
