@@ -8,7 +8,7 @@ import copy
 import math
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,9 @@ from attractor.config import APNConfig
 from attractor.continual.calibrate import CONSTANT, Calibration
 from attractor.continual.config import LessonConfig
 from attractor.continual.forms import shared_subject
-from attractor.continual.reading import Reading, Text
+from attractor.continual.reading import Reading, Text, graded
 from attractor.hf.find import find_places
-from attractor.hf.halves import Undivided
+from attractor.hf.halves import Undivided, logits_at
 from attractor.hf.net import retrofit
 from attractor.hf.sample import activations, sample_batches
 from attractor.hf.teachable import teachable
@@ -71,8 +71,25 @@ class Basins:
         return sum(lesson.bytes for lesson in self.lessons.lessons.values())
 
 
+class Inputs(NamedTuple):
+    """What one step reads, in tensors of the same shapes for every step of a chunk."""
+
+    tokens: Tensor  # (batch, time)
+    row: Tensor  # (n) of each graded token
+    position: Tensor  # (n) of the token before it
+    target: Tensor  # (n)
+    weight: Tensor  # (n) what it counts; 0 for those that only fill up the shape
+    is_answer: Tensor  # (n)
+    old: Tensor  # (windows, time) background text to keep
+    rate: Tensor  # ()
+
+
 class FineTune:
-    """AdamW over a chunk, and over what is to be kept beside it."""
+    """AdamW over a chunk, and over what is to be kept beside it.
+
+    On a GPU a step is captured once as a CUDA graph and replayed: launching its thousands of kernels one by
+    one takes longer than they do.
+    """
 
     def __init__(
         self,
@@ -90,11 +107,23 @@ class FineTune:
         self.base, self.tuned, self.parameters = base, tuned, parameters
         self.free, self.rate, self.keep, self.batch, self.windows = free, rate, keep, batch, windows
         self.texts, self.config, self.autocast = reading.texts, reading.config, reading.autocast
-        self.reading = Reading(
-            reading.encode, Undivided(tuned), self.config, device=reading.device, autocast=self.autocast
-        )
+        self.device = torch.device(reading.device)
+        self.graph: Any = None
+        self.inputs: Inputs | None = None  # what the graph reads, and
+        self.found: Any = None  # where it writes
         for parameter in parameters:
             parameter.requires_grad_(True)
+            parameter.grad = torch.zeros_like(parameter)
+        on_gpu = self.device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(
+            parameters,
+            lr=torch.zeros((), device=self.device),
+            betas=(0.9, 0.99),
+            weight_decay=0.0,
+            fused=on_gpu,
+            capturable=on_gpu,
+        )
+        self.optimizer.step()  # makes its state; without gradients and at a rate of 0 nothing moves
 
     def __call__(self, tokens: Tensor) -> Tensor:
         return self.tuned(tokens).logits
@@ -105,54 +134,97 @@ class FineTune:
     def learn(self, lessons: Sequence[Lesson], seed: int) -> dict[str, Any]:
         subjects = [shared_subject(forms) for forms in lessons]
         turns, draw = self.texts(lessons, subjects), random.Random(seed)
-        optimizer = torch.optim.AdamW(self.parameters, lr=self.rate, betas=(0.9, 0.99), weight_decay=0.0)
-        per_pass = -(-len(turns[0]) // self.batch)
+        for state in self.optimizer.state.values():  # every chunk starts afresh
+            for value in state.values():
+                value.zero_()
+        every = [text for turn in turns for text in turn]
+        length = max(len(text.tokens) for text in every)
+        batch = min(self.batch, len(turns[0]))
+        most = batch * max(len(graded([text])) for text in every)
+        per_pass = -(-len(turns[0]) // batch)
         curve, losses = [], []
         for done in range(self.config.passes):
             order = list(turns[done % len(turns)])
             draw.shuffle(order)
-            loss = graded = right = 0.0
+            total = torch.zeros(3, device=self.device)
             for number in range(per_pass):
-                part = order[number * self.batch : (number + 1) * self.batch]
+                part = order[number * batch : (number + 1) * batch]
                 step = done * per_pass + number
                 share = step / (self.config.passes * per_pass)
-                for group in optimizer.param_groups:
-                    warm = min(1.0, (step + 1) / 10)
-                    group["lr"] = self.rate * warm * (0.1 + 0.45 * (1 + math.cos(math.pi * share)))
-                found = self._step(optimizer, part)
-                loss, graded, right = (a + b for a, b in zip((loss, graded, right), found, strict=True))
-            curve.append(right / graded)
-            losses.append(loss / graded)
+                warm = min(1.0, (step + 1) / 10)
+                rate = self.rate * warm * (0.1 + 0.45 * (1 + math.cos(math.pi * share)))
+                total += self._run(self._read(part, (batch, length), most, rate))
+            loss, answers, right = total.tolist()
+            curve.append(right / answers)
+            losses.append(loss / answers)
             if done >= len(turns) and max(losses[-len(turns) :]) < self.config.enough:
                 break
         return {"curve": curve, "passes": len(curve)}
 
-    def _step(self, optimizer: torch.optim.Optimizer, part: Sequence[Text]) -> tuple[float, float, float]:
-        (batch,) = self.reading.batches(part)
-        predicted, is_answer = self.reading.predict(batch), batch.is_answer_n
-        nats = F.cross_entropy(predicted, batch.target_n, reduction="none")
-        loss = (nats * self.reading.weights(batch)).sum() / is_answer.sum()
-        if self.keep != "nothing":
-            loss = loss + self._kept()
-        optimizer.zero_grad()
+    def _read(self, part: Sequence[Text], shape: tuple[int, int], most: int, rate: float) -> Inputs:
+        tokens = torch.zeros(shape, dtype=torch.long)
+        for line, text in enumerate(part):
+            tokens[line, : len(text.tokens)] = torch.tensor(text.tokens)
+        places = graded(part)
+        fill = [(0, 0, 0, False, 0)] * (most - len(places))
+        row, position, target, is_answer, _ = map(torch.tensor, zip(*places, *fill, strict=True))
+        weight = torch.where(is_answer, 1.0, self.config.after_weight)
+        weight[len(places) :] = 0
+        old = self.free[torch.randint(len(self.free), (self.windows,))]
+        return Inputs(tokens, row, position, target, weight, is_answer, old, torch.tensor(rate))
+
+    def _run(self, given: Inputs) -> Tensor:
+        """One step; the sum of nats over the tokens of answers, their number, and how many are predicted."""
+        if self.device.type != "cuda":
+            return self._step(given)
+        if self.inputs is None or any(a.shape != b.shape for a, b in zip(self.inputs, given, strict=True)):
+            self.graph, self.inputs = None, Inputs(*(value.to(self.device) for value in given))
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):  # once outside of the graph: libraries set themselves up
+                self._loss(self.inputs)[0].backward()
+            torch.cuda.current_stream().wait_stream(side)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.found = self._step(self.inputs)
+        for mine, value in zip(self.inputs, given, strict=True):
+            mine.copy_(value)
+        self.graph.replay()
+        return self.found
+
+    def _step(self, given: Inputs) -> Tensor:
+        for parameter in self.parameters:
+            assert parameter.grad is not None
+            parameter.grad.zero_()
+        loss, found = self._loss(given)
         loss.backward()
         nn.utils.clip_grad_norm_(self.parameters, 1.0)
-        self._update(optimizer)
-        hits = (predicted.argmax(-1) == batch.target_n)[is_answer].sum().item()
-        return nats[is_answer].sum().item(), is_answer.sum().item(), hits
+        self.optimizer.param_groups[0]["lr"].copy_(given.rate)
+        self._update()
+        return found
 
-    def _kept(self) -> Tensor:
-        old = self.free[torch.randint(len(self.free), (self.windows,))].to(self.parameters[0].device)
+    def _loss(self, given: Inputs) -> tuple[Tensor, Tensor]:
         with self.autocast():
-            logits = self.tuned(old).logits[:, :-1].float().flatten(0, 1)
+            predicted = logits_at(self.tuned, given.tokens, given.row, given.position).float()
+        nats = F.cross_entropy(predicted, given.target, reduction="none")
+        loss = (nats * given.weight).sum() / given.is_answer.sum()
+        if self.keep != "nothing":
+            loss = loss + self._kept(given.old)
+        hits = (predicted.argmax(-1) == given.target) & given.is_answer
+        answers = torch.stack([(nats.detach() * given.is_answer).sum(), given.is_answer.sum(), hits.sum()])
+        return loss, answers
+
+    def _kept(self, old: Tensor) -> Tensor:
+        with self.autocast():
+            logits = self.tuned(old, use_cache=False).logits[:, :-1].float().flatten(0, 1)
         if self.keep == "replay":
             return F.cross_entropy(logits, old[:, 1:].flatten())
         with torch.no_grad(), self.autocast():
-            wanted = self.base(old).logits[:, :-1].float().flatten(0, 1).log_softmax(-1)
+            wanted = self.base(old, use_cache=False).logits[:, :-1].float().flatten(0, 1).log_softmax(-1)
         return F.kl_div(logits.log_softmax(-1), wanted, reduction="batchmean", log_target=True)
 
-    def _update(self, optimizer: torch.optim.Optimizer) -> None:
-        optimizer.step()
+    def _update(self) -> None:
+        self.optimizer.step()
 
 
 class Memory(FineTune):
@@ -203,28 +275,27 @@ class Memory(FineTune):
         if self.tuned.training:
             self.counts.append(self._count(layer, layer.represent(given[0].detach())))
 
-    def _step(self, optimizer: Any, part: Sequence[Text]) -> tuple[float, float, float]:
+    def _loss(self, given: Inputs) -> tuple[Tensor, Tensor]:
         self.counts = []
         self.tuned.train()
         try:
-            return super()._step(optimizer, part)
+            return super()._loss(given)
         finally:
             self.tuned.eval()
 
-    def _update(self, optimizer: torch.optim.Optimizer) -> None:
+    def _update(self) -> None:
         """Rows that do not learn keep their values whatever the optimizer's momentum says."""
         keep = []
         for layer, count, usual in zip(self.layers, self.counts, self.usual, strict=False):
             rank = count / count.sum() * torch.log(1 / (usual + 1e-7)) * (count > 0)
-            learns = torch.zeros_like(count, dtype=torch.bool)
-            learns[rank.topk(MEMORY_SLOTS).indices] = True
-            learns &= count > 0
-            layer.decoder.grad[~learns] = 0
-            keep.append((layer.decoder, ~learns, layer.decoder.detach()[~learns].clone()))
-        optimizer.step()
+            best = torch.zeros_like(count).index_fill_(0, rank.topk(MEMORY_SLOTS).indices, 1)
+            learns = ((best > 0) & (count > 0))[:, None, None]
+            layer.decoder.grad.mul_(learns)
+            keep.append((layer.decoder, learns, layer.decoder.detach().clone()))
+        super()._update()
         with torch.no_grad():
-            for decoder, rows, values in keep:
-                decoder[rows] = values
+            for decoder, learns, before in keep:
+                decoder.copy_(torch.where(learns, decoder, before))
 
 
 class Retrieval:

@@ -67,6 +67,15 @@ class Batch(NamedTuple):
     lesson_n: Tensor
 
 
+def graded(texts: Sequence[Text]) -> list[tuple[int, int, int, bool, int]]:
+    """Row, position before, token, whether it is of the answer, and lesson, of each token that is graded."""
+    return [
+        (row, place - 1, text.tokens[place], place in text.answer, text.lesson)
+        for row, text in enumerate(texts)
+        for place in range(text.answer.start - text.repeated, len(text.tokens))
+    ]
+
+
 class Reading:
     """Turns lessons into texts, texts into batches, and batches into predictions of what is graded.
 
@@ -121,12 +130,8 @@ class Reading:
         for part, tokens in self._padded(texts):
             with self.autocast():
                 state = self.halves.below(tokens)
-            graded = [
-                (number, place - 1, text.tokens[place], place in text.answer, text.lesson)
-                for number, text in enumerate(part)
-                for place in range(text.answer.start - text.repeated, len(text.tokens))
-            ]
-            columns = (torch.tensor(column, device=self.device) for column in zip(*graded, strict=True))
+            places = zip(*graded(part), strict=True)
+            columns = (torch.tensor(column, device=self.device) for column in places)
             yield Batch(part, state, *columns)
 
     def predict(self, batch: Batch) -> Tensor:
