@@ -32,6 +32,8 @@ from studies.facts_methods import KEEPS, RATES, Basins, method
 from studies.facts_world import FORMS, Item, World
 
 WINDOW = 256
+GRAMMARS = ("facts", "facts_confirm", "facts_third")
+"""In the order in which they were written: the last is the one that no setting was chosen by."""
 BACKGROUNDS = ("wikitext2_test", "austen", "python_stdlib", "german_law")
 TAIL = ". The weather was fine that day, and many people went to the market to buy fruit and bread."
 """What may follow a fact: text that the model should go on to predict as before."""
@@ -387,7 +389,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     one = verbs.add_parser("run", help="teach one method and measure it")
     one.add_argument("--model", default="smollm2-135m")
     one.add_argument("--texts", type=Path, required=True, help="the folder of background texts")
-    one.add_argument("--grammar", choices=["facts", "facts_confirm"], default="facts_confirm")
+    one.add_argument("--grammar", choices=GRAMMARS, default=GRAMMARS[-1])
     one.add_argument("--method", choices=[*RATES, "retrieval"], default="basins")
     one.add_argument("--keep", choices=KEEPS, default="nothing", help="what is done for background text")
     one.add_argument(

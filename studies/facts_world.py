@@ -1,8 +1,8 @@
 """The world of the study of facts: people, towns and companies that do not exist, and capitals that moved.
 
-`facts.json` is the grammar that the method was made with, `facts_confirm.json` one that was written by
-somebody who knew neither the method nor its results. Each relation of a thing has three forms that are
-taught, and two sentences and two questions that never are.
+`facts.json` and `facts_confirm.json` are grammars that the method was made with; `facts_third.json` was
+written by somebody who knew neither the method nor its results. Each relation of a thing has three forms that
+are taught, and two sentences and two questions that never are.
 """
 
 import json
