@@ -144,11 +144,14 @@ class APNConfig(JSONConfig):
     starts with this one; None (default) is the paper's layer, where the best patches always act."""
     whiten: bool = False
     """Whiten the input by statistics of background text, which `calibrate` measures (default: no)."""
+    read_dim: int | None = None
+    """Width of what router and encoder read, which whitening maps to that of the update (default: the
+    same)."""
 
     def __post_init__(self) -> None:
         for name in ("num_patches", "top_k", "rank", "routing_groups", "num_layers"):
             check_size(name, getattr(self, name))
-        for name in ("routing_dim", "offset_rank"):
+        for name in ("routing_dim", "offset_rank", "read_dim"):
             if getattr(self, name) is not None:
                 check_size(name, getattr(self, name))
         check_number("temperature", self.temperature, "a number, 1e-6 or more", lambda tau: tau >= 1e-6)
@@ -165,6 +168,8 @@ class APNConfig(JSONConfig):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         if self.radius is not None:
             check_number("radius", self.radius)
+        if self.read_dim is not None and (not self.whiten or self.layer_norm):
+            raise ValueError(f"read_dim={self.read_dim} needs whiten=True, and layer_norm=False")
         if self.top_k > self.num_patches:
             raise ValueError(f"top_k={self.top_k} must not exceed num_patches={self.num_patches}")
         if self.offset_rank is not None and self.decoder != "shared":

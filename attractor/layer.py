@@ -106,6 +106,7 @@ class APN(nn.Module):
         num_layers: int = 1,
         radius: float | None = None,
         whiten: bool = False,
+        read_dim: int | None = None,
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -122,6 +123,7 @@ class APN(nn.Module):
         if dtype not in (None, *FLOATS):
             raise ValueError(f"dtype={dtype} must be one of {', '.join(map(str, FLOATS))}")
         self.dim = dim
+        self.read_dim = dim if read_dim is None else read_dim
         self.config = config
         self.backend = backend
         self.scale_factor: Tensor | None
@@ -159,7 +161,7 @@ class APN(nn.Module):
             self.register_buffer(name, torch.empty(shape, device=device, dtype=dtype) if exists else None)
 
         buffer("radius", radius is not None, num_patches)
-        buffer("whitening", whiten, dim, dim)
+        buffer("whitening", whiten, self.read_dim, dim)
         buffer("whitening_shift", whiten, dim)
         self.reset_parameters()
 
@@ -241,7 +243,7 @@ class APN(nn.Module):
             radius_K=self.radius,
             backend=self.backend,
         )
-        update = F.dropout(output.update, self.config.dropout, self.training).reshape(x.shape)
+        update = F.dropout(output.update, self.config.dropout, self.training).reshape(*x.shape[:-1], self.dim)
         if not return_stats:
             return update
         leading = x.shape[:-1]
@@ -347,9 +349,12 @@ class APN(nn.Module):
 
     def _check_input(self, x: Tensor) -> None:
         if not isinstance(x, Tensor):
-            raise ValueError(f"input of type {type(x).__name__}: expected a tensor (..., {self.dim})")
-        if x.dim() == 0 or x.shape[-1] != self.dim:
-            raise ValueError(f"input of shape {tuple(x.shape)}: the last dimension must be dim={self.dim}")
+            raise ValueError(f"input of type {type(x).__name__}: expected a tensor (..., {self.read_dim})")
+        if x.dim() == 0 or x.shape[-1] != self.read_dim:
+            name = "dim" if self.config.read_dim is None else "read_dim"
+            raise ValueError(
+                f"input of shape {tuple(x.shape)}: the last dimension must be {name}={self.read_dim}"
+            )
         if not x.is_floating_point():
             raise ValueError(
                 f"input of dtype {x.dtype}: tokens must be floating point (embed integer ids first)"
@@ -368,7 +373,7 @@ class APN(nn.Module):
 
     def _prepare(self, x: Tensor) -> Tensor:
         """The tokens (n, dim) that router and encoder read."""
-        tokens = x.reshape(-1, self.dim)
+        tokens = x.reshape(-1, self.read_dim)
         if self.norm is not None:
             tokens = self._normalize(tokens, self.norm)
         if self.whitening is None or self.whitening_shift is None:

@@ -16,7 +16,7 @@ from attractor import APN, APNConfig
 from attractor.continual.calibrate import CLOSED, Calibration, clopper_pearson
 from attractor.continual.config import LessonConfig
 from attractor.continual.forms import check_forms, framed, not_contradicted, shared_subject
-from attractor.continual.lessons import Lessons, spread_out
+from attractor.continual.lessons import Lessons
 from attractor.hf.teachable import cut, load_lessons, save_lessons, teachable
 
 CONFIG = LessonConfig(passes=12, step=4.0, radius=0.6, prototypes=3, contexts=2, after=0, mention=0)
@@ -88,7 +88,8 @@ def test_a_lesson_is_known_and_says_what_it_took(taught):
     for lesson, name, answer in ((first, "QZX", "5"), (second, "WJK", "8")):
         assert (lesson.subject, lesson.known_before, lesson.known) == (name, 0.0, 1.0)
         assert 1 <= lesson.patches <= CONFIG.prototypes
-        assert lesson.bytes == lesson.patches * 4 * (2 * DIM + 1)
+        contexts = lessons.contexts[lesson.number].nbytes
+        assert lesson.bytes == lesson.patches * 4 * (2 * DIM + 1) + contexts
         assert lessons.owners.count(lesson.number) == lesson.patches
         for prompt, _ in forms(name, answer):
             assert logits(net, prompt)[0, -1].argmax() == ord(answer)
@@ -287,13 +288,6 @@ def test_of_two_answers_to_a_prompt_the_newer_one_stays():
     assert not_contradicted(old, new) == (("b", "2"),)
 
 
-def test_prototypes_are_spread_out():
-    keys = torch.nn.functional.normalize(torch.tensor([[1.0, 0], [1, 0.1], [0, 1], [-1, 0.01]]), dim=1)
-    assert len(spread_out(keys, 1, 0.9)) == 1
-    assert len(spread_out(keys, 4, 0.9)) == 3  # the first two are one
-    assert len(spread_out(keys[:2], 4, 0.9)) == 1
-
-
 def llama(positions: int = 128) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -444,7 +438,7 @@ def damaged(change):
 
 
 DAMAGE = {
-    "another format": damaged(lambda d: d.update(format=2)),
+    "another format": damaged(lambda d: d.update(format=3)),
     "no owners": damaged(lambda d: d.pop("owners")),
     "too few owners": damaged(lambda d: d["owners"].pop()),
     "an owner that is no lesson": damaged(lambda d: d["owners"].__setitem__(0, 7)),
@@ -494,6 +488,8 @@ def test_layers_read_from_a_block_before_them():
         "before all layers": {"layers": [3], "read_from": 3},
         "no FFNs in layers": {"layers": [3], "read_from": 9},
         "prototypes='random' alone": {"layers": [3], "read_from": 1, **sample},
+        "up to that of read_from": {"layers": [3], "read_from": 1, "read_attention": [2]},
+        "needs whiten=True": {"layers": [3], "read_from": 1, "read_attention": [0]},
     }.items():
         with pytest.raises(ValueError, match=problem):
             attractor.retrofit(llama(), APNConfig(num_patches=4, top_k=1, rank=2), **options)

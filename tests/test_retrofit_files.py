@@ -155,7 +155,7 @@ TAMPERED = {
     "infinity": edit(lambda t: t[KEY].view(-1)[3:4].fill_(-torch.inf)),
     "a number changed a little": edit(lambda t: t[KEY].view(-1)[3:4].add_(1e-3)),
     "no tensors": edit(lambda t: t.clear()),
-    "another format": describe(lambda d: d.update(format=4)),
+    "another format": describe(lambda d: d.update(format=5)),
     "an earlier format": describe(lambda d: d.update(format=1)),
     "an earlier format without a digest": changed(lambda d: (d.update(format=1), d.pop("digest"))),
     "a format that is no number": describe(lambda d: d.update(format=True)),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attractor import ops
-from attractor.config import check_number
+from attractor.config import check_number, check_size
 from attractor.layer import APN
 
 CLOSED = 2.0
@@ -43,15 +43,21 @@ class Touched:
 class Calibration:
     """Whitening, and whitened background directions: some to choose radii by, some held out."""
 
-    whitening: Tensor  # (d, d)
+    whitening: Tensor  # (width of what is read, d)
     shift: Tensor  # (d)
     keys: Tensor  # (n, d) unit vectors, in float16
     held_out: Tensor  # (windows, time, d) likewise
 
     @classmethod
     @torch.no_grad()
-    def fit(cls, activations: Tensor, *, shrink: float = 0.1, held_out: float = 0.5) -> "Calibration":
-        """From what the layer is given on windows of background text (windows, time, dim).
+    def fit(
+        cls, activations: Tensor, *, dim: int | None = None, shrink: float = 0.1, held_out: float = 0.5
+    ) -> "Calibration":
+        """From what the layer is given on windows of background text (windows, time, width).
+
+        A layer of width `dim` (default: that of what it is given) may be given several vectors of that width
+        side by side. Each is whitened by itself, and all of them are projected at random onto `dim` channels,
+        which hardly changes a cosine.
 
         The last `held_out` of the windows are kept for the bound on what is touched; the first token of every
         window is left out, because models keep a sink there that no other token resembles.
@@ -62,26 +68,36 @@ class Calibration:
             raise ValueError(
                 f"activations of shape {tuple(activations.shape)}: expected (windows, time, dim)"
             )
-        windows, _, dim = activations.shape
+        windows, _, width = activations.shape
+        dim = width if dim is None else dim
+        check_size("dim", dim)
+        if width % dim:
+            raise ValueError(f"activations of width {width}: expected a multiple of dim={dim}")
         fitted = round(windows * (1 - held_out))
-        tokens = activations[:fitted, 1:].reshape(-1, dim).double()
+        tokens = activations[:fitted, 1:].reshape(-1, width).double()
         if len(tokens) < dim or fitted == windows:
             raise ValueError(
                 f"{windows} windows are too little background for a width of {dim}: {len(tokens)} tokens "
                 f"are left to measure a covariance, and {windows - fitted} windows to hold out"
             )
         mean = tokens.mean(0)
-        covariance = (tokens - mean).T @ (tokens - mean) / len(tokens)
-        values, vectors = torch.linalg.eigh(covariance)  # smallest first
-        whitening = vectors * (values.clamp(min=0) + shrink * values.mean()).rsqrt()
+        parts = []
+        for part in (tokens - mean).split(dim, dim=1):
+            values, vectors = torch.linalg.eigh(part.T @ part / len(part))  # smallest first
+            parts.append(vectors * (values.clamp(min=0) + shrink * values.mean()).rsqrt())
+        if len(parts) > 1:
+            drawn = torch.randn(width, dim, generator=torch.Generator().manual_seed(0), dtype=torch.double)
+            basis = torch.linalg.qr(drawn).Q.to(tokens.device).split(dim)
+            parts = [part @ own for part, own in zip(parts, basis, strict=True)]
+        whitening = torch.cat(parts)
         shift = -mean @ whitening
-        # the least direction makes room for a constant, which patches decode
+        # the first direction, which is the least or any, makes room for a constant, which patches decode
         whitening[:, 0] = 0
         shift[0] = 1
         whitening, shift = whitening.float(), shift.float()
 
         def directions(x: Tensor) -> Tensor:
-            return ops.unit(torch.addmm(shift, x.reshape(-1, dim).float(), whitening)).half()
+            return ops.unit(torch.addmm(shift, x.reshape(-1, width).float(), whitening)).half()
 
         return cls(
             whitening,

@@ -218,20 +218,25 @@ class GuardConfig(JSONConfig):
 class LessonConfig(JSONConfig):
     """How a lesson is learned."""
 
-    passes: int = 20
+    passes: int = 24
     """How often every form of the lesson is read at most."""
     step: float = 2.7
     """The length of the first step of the lesson's vector, as a multiple of `Lessons.unit`."""
     momentum: float = 0.8
+    decay: float = 0.1
+    """The share by which the vector shrinks in a step: what is added where a lesson acts by accident is
+    small."""
     prototypes: int = 6
-    """At most so many patches for a lesson: the subject as seen in different contexts."""
+    """A lesson begins with at most so many patches: the subject as seen in different contexts."""
+    most: int = 16
+    """It has at most so many in the end: one more for each context that is taken for another lesson's."""
     cover: float = 0.95
     """No further prototype once every context has this cosine with one."""
     radius: float = 0.65
     """The least radius; a lesson's own is larger where background or an earlier lesson comes close."""
     room: float = 0.02
     """How far basins stay away from background, and from prototypes of other lessons."""
-    contexts: int = 4
+    contexts: int = 8
     """In how many different frames each form is read."""
     after: int = 4
     """So many tokens that the base itself would write after an answer are learned with it: a text goes on as
@@ -246,7 +251,7 @@ class LessonConfig(JSONConfig):
     """Texts that are read at once."""
 
     def __post_init__(self) -> None:
-        for name in ("passes", "prototypes", "contexts", "rows"):
+        for name in ("passes", "prototypes", "most", "contexts", "rows"):
             check_size(name, getattr(self, name))
         for name in ("after", "mention"):
             check_number(
@@ -255,6 +260,7 @@ class LessonConfig(JSONConfig):
         check_number("step", self.step, "a positive number", lambda value: value > 0)
         for name in ("after_weight", "enough"):
             check_number(name, getattr(self, name), "0 or more", lambda value: value >= 0)
-        check_number("momentum", self.momentum, "0 or more, below 1", lambda value: 0 <= value < 1)
+        for name in ("momentum", "decay"):
+            check_number(name, getattr(self, name), "0 or more, below 1", lambda value: 0 <= value < 1)
         for name in ("cover", "radius", "room"):
             check_number(name, getattr(self, name), "between 0 and 1", lambda value: 0 <= value <= 1)

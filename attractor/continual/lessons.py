@@ -15,7 +15,7 @@ what it routes by is always the base's, and patches of earlier lessons never mov
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -35,6 +35,7 @@ from attractor.continual.forms import (
     not_contradicted,
     shared_subject,
 )
+from attractor.continual.placing import Placed, Taken, place
 from attractor.continual.reading import Batch, Halves, Reading, Whole
 from attractor.layer import APN
 
@@ -59,6 +60,18 @@ class Lesson:
     overrides: tuple[int, ...] = ()
     """Earlier lessons about the same subject, whose place this one takes."""
     seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Contexts:
+    """What the subject of a lesson looks like where its forms name it: later lessons leave that alone."""
+
+    keys: Tensor  # (n, m) in float16
+    depth: Tensor  # (n) how deep each lies in the lesson's basins
+
+    @property
+    def nbytes(self) -> int:
+        return self.keys.nbytes + self.depth.nbytes
 
 
 class Lessons:
@@ -101,6 +114,7 @@ class Lessons:
             as_base=self._without_lessons,
         )
         self.lessons: dict[int, Lesson] = {}
+        self.contexts: dict[int, Contexts] = {}  # what each lesson's subject looked like
         self.owners: list[int] = []  # the lesson that owns each patch; -1: a closed one
         self._next = 0
         for parameter in layer.parameters():
@@ -146,8 +160,15 @@ class Lessons:
         ]
         texts = self.reading.texts([forms + taken_in[n] for n, forms in enumerate(taught)], names)
         turns = [list(self.reading.batches(turn)) for turn in texts]
-        keys, before = self._look(turns, len(taught))
-        patches, lesson_of = self._allocate(keys, overridden)
+        keys, plain, before = self._look(turns, len(taught))
+        placed = place(
+            keys,
+            self._taken(),
+            self.calibration.nearest,
+            [None if old is None else old.number for old in overridden],
+            self.config,
+        )
+        patches, lesson_of = self._open(placed), placed.lesson
         try:
             passes = self._train(turns, patches, lesson_of, report)
             after = self._known(turns[0], len(taught))
@@ -156,19 +177,27 @@ class Lessons:
             raise
         numbers = range(self._next, self._next + len(taught))
         self._next += len(taught)
-        for patch, place in zip(patches, lesson_of, strict=True):
-            self.owners[patch] = numbers[place]
-        row_bytes = 4 * (2 * self.layer.dim + 1)  # a prototype, a decoder, a radius
+        for patch, order in zip(patches, lesson_of, strict=True):
+            self.owners[patch] = numbers[order]
         seconds = (time.perf_counter() - started) / len(taught)
         learned = []
-        for place, number in enumerate(numbers):
-            count, old = lesson_of.count(place), overridden[place]
+        for order, number in enumerate(numbers):
+            count, old = lesson_of.count(order), overridden[order]
+            contexts = Contexts(plain[order].half(), placed.depth(plain[order], order))
             lesson = Lesson(
-                number, names[place], taught[place], taken_in[place], count, count * row_bytes,
-                passes, before[place], after[place],
-                () if old is None else (*old.overrides, old.number), seconds,
-            )  # fmt: skip
-            self.lessons[number] = lesson
+                number=number,
+                subject=names[order],
+                forms=taught[order],
+                taken_in=taken_in[order],
+                patches=count,
+                bytes=4 * count * (2 * self.layer.dim + 1) + contexts.nbytes,  # prototype, decoder, radius
+                passes=passes,
+                known_before=before[order],
+                known=after[order],
+                overrides=() if old is None else (*old.overrides, old.number),
+                seconds=seconds,
+            )
+            self.lessons[number], self.contexts[number] = lesson, contexts
             learned.append(lesson)
         return learned
 
@@ -210,8 +239,19 @@ class Lessons:
             "lessons": [dataclasses.asdict(lesson) for lesson in self.lessons.values()],
         }
 
-    def restore(self, described: dict[str, Any], state: dict[str, Tensor]) -> None:
-        """Take over what `describe` said of lessons whose layer had this state; otherwise a ValueError."""
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that belong to lessons and not to their layer; `restore` takes them back."""
+        return {
+            f"{number}.{name}": value
+            for number, own in self.contexts.items()
+            for name, value in vars(own).items()
+        }
+
+    def restore(
+        self, described: dict[str, Any], state: dict[str, Tensor], tensors: Mapping[str, Tensor]
+    ) -> None:
+        """Take over what `describe` and `tensors` said of lessons whose layer had this state; otherwise a
+        ValueError."""
         lessons = [Lesson(**as_tuples(fields)) for fields in described["lessons"]]
         numbers, owners = {lesson.number for lesson in lessons}, described["owners"]
         radius = state["radius"]
@@ -221,7 +261,20 @@ class Lessons:
             raise ValueError("it has open patches that no lesson owns, or closed ones that one does")
         if not numbers <= set(range(described["next"])):
             raise ValueError("its lessons are numbered wrongly")
+        width, device = state["prototypes"].shape[1], self.layer.prototypes.device
+        contexts = {
+            number: Contexts(tensors[f"{number}.keys"].to(device), tensors[f"{number}.depth"].to(device))
+            for number in numbers
+        }
+        if len(tensors) != 2 * len(numbers):
+            raise ValueError("it has contexts of lessons that it does not have")
+        for number, own in contexts.items():
+            if own.keys.shape != (len(own.depth), width) or not own.keys.isfinite().all():
+                raise ValueError(f"the contexts of lesson {number} are damaged")
+            if own.keys.dtype != torch.float16 or not own.depth.isfinite().all():
+                raise ValueError(f"the contexts of lesson {number} are damaged")
         self._next, self.lessons = described["next"], {lesson.number: lesson for lesson in lessons}
+        self.contexts = contexts
         self._put_back(state, owners)
 
     # --- inside
@@ -238,21 +291,22 @@ class Lessons:
         gone = {number, *(lesson.number for lesson in later)}
         self._close([patch for patch, owner in enumerate(self.owners) if owner in gone])
         for lost in gone:
-            del self.lessons[lost]
+            del self.lessons[lost], self.contexts[lost]
         for lesson in later:  # each keeps its number
             again = self.learn(lesson.forms, subject=lesson.subject)
             self.owners = [lesson.number if owner == again.number else owner for owner in self.owners]
             del self.lessons[again.number]
             self.lessons[lesson.number] = dataclasses.replace(again, number=lesson.number)
+            self.contexts[lesson.number] = self.contexts.pop(again.number)
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
         state = {name: value.clone() for name, value in self.layer.state_dict().items()}
-        owners, lessons = self.owners.copy(), self.lessons.copy()
+        owners, lessons, contexts = self.owners.copy(), self.lessons.copy(), self.contexts.copy()
         try:
             yield
         except BaseException:
-            self.lessons = lessons
+            self.lessons, self.contexts = lessons, contexts
             self._put_back(state, owners)
             raise
 
@@ -283,57 +337,63 @@ class Lessons:
             hook.remove()
 
     @torch.no_grad()
-    def _look(self, turns: Sequence[Sequence[Batch]], lessons: int) -> tuple[list[Tensor], list[float]]:
-        """The directions of each lesson's subject, one per place where it ends, and what is known of it."""
+    def _look(
+        self, turns: Sequence[Sequence[Batch]], lessons: int
+    ) -> tuple[list[Tensor], list[Tensor], list[float]]:
+        """The directions of each lesson's subject, one per place where it ends, in all turns and in the first
+        alone, and what is known of it."""
         found: list[list[Tensor]] = [[] for _ in range(lessons)]
         known: list[float] = []
-        for turn in reversed(turns):
+        plain = [0] * lessons  # so many of them are of the first turn
+        for number, turn in enumerate(turns):
             with self._inputs() as seen:
-                known = self._known(turn, lessons)
+                shares = self._known(turn, lessons)
             for batch, states in zip(turn, seen, strict=True):
                 states = states.reshape(len(batch.texts), -1, states.shape[-1])
-                for place, row in enumerate(batch.texts):
+                for line, row in enumerate(batch.texts):
                     if row.keys:
-                        found[row.lesson].append(states[place, row.keys])
+                        found[row.lesson].append(states[line, row.keys])
+                        plain[row.lesson] += 0 if number else len(row.keys)
+            if number == 0:
+                known = shares
         if empty := [number for number, states in enumerate(found) if not states]:
             raise ValueError(
                 f"lesson {empty[0]} of the batch has no form whose subject stands after the first token "
                 "and before the last: give another form"
             )
         keys = [self.layer.represent(torch.cat(states).to(self.layer.encoder.dtype)) for states in found]
-        return keys, known
+        return keys, [own[:count] for own, count in zip(keys, plain, strict=True)], known
 
     @torch.no_grad()
-    def _allocate(
-        self, keys: Sequence[Tensor], overridden: Sequence[Lesson | None]
-    ) -> tuple[list[int], list[int]]:
-        """New patches, closed to background and to earlier lessons, and whose each is in the batch."""
-        config, layer = self.config, self.layer
+    def _taken(self) -> Taken:
+        """The basins of all lessons, and the contexts that are theirs."""
+        layer = self.layer
         assert layer.radius is not None
-        chosen = [spread_out(own, config.prototypes, config.cover) for own in keys]
-        prototypes = torch.cat(chosen)
-        lesson_of = [number for number, own in enumerate(chosen) for _ in range(len(own))]
-        radius = (self.calibration.nearest(prototypes) + config.room).clamp(min=config.radius)
-        taken = [patch for patch, owner in enumerate(self.owners) if owner >= 0]
-        everyone = torch.cat([ops.unit(layer.prototypes[taken].float()), prototypes])
-        edges = torch.cat([layer.radius[taken].float(), radius])
-        old_owner = torch.tensor([self.owners[patch] for patch in taken], dtype=torch.long)
-        owner = torch.cat([old_owner, -1 - torch.tensor(lesson_of)]).to(edges.device)
-        likeness = prototypes @ everyone.T
-        for place, number in enumerate(lesson_of):
-            old = overridden[number]
-            mine = owner == -1 - number
-            taken_in = owner == (self._next if old is None else old.number)
-            # at another lesson's prototype this basin must be shallower than that lesson's own
-            others = (likeness[place] - (1 - edges)).masked_fill(mine | taken_in, -1)
-            radius[place] = torch.maximum(radius[place], others.max() + config.room)
-            if old is not None and taken_in.any():  # and deeper than that of a lesson it takes in
-                radius[place] = torch.minimum(radius[place], edges[taken_in].min() - config.room)
-        radius.clamp_(max=1 - config.room)
-        patches = self._free(len(prototypes))
-        layer.prototypes[patches] = prototypes.to(layer.prototypes.dtype)
-        layer.radius[patches] = radius.to(layer.radius.dtype)
-        return patches, lesson_of
+        device = layer.prototypes.device
+        patches = [patch for patch, owner in enumerate(self.owners) if owner >= 0]
+        gone = {old for lesson in self.lessons.values() for old in lesson.overrides}
+        kept = {number: own for number, own in self.contexts.items() if number not in gone}
+        empty = layer.prototypes.new_empty(0, layer.prototypes.shape[1]), layer.radius.new_empty(0)
+        return Taken(
+            prototypes=ops.unit(layer.prototypes[patches].float()),
+            radius=layer.radius[patches].float(),
+            owner=torch.tensor([self.owners[patch] for patch in patches], dtype=torch.long, device=device),
+            keys=torch.cat([empty[0], *(own.keys for own in kept.values())]).float(),
+            depth=torch.cat([empty[1], *(own.depth for own in kept.values())]).float(),
+            key_owner=torch.tensor(
+                [number for number, own in kept.items() for _ in own.depth], dtype=torch.long, device=device
+            ),
+        )
+
+    @torch.no_grad()
+    def _open(self, placed: Placed) -> list[int]:
+        """Patches with these basins, and decoders of zero."""
+        layer = self.layer
+        assert layer.radius is not None
+        patches = self._free(len(placed.lesson))
+        layer.prototypes[patches] = placed.prototypes.to(layer.prototypes.dtype)
+        layer.radius[patches] = placed.radius.to(layer.radius.dtype)
+        return patches
 
     def _free(self, count: int) -> list[int]:
         """Closed patches to use; their number doubles when there are too few, so that it changes seldom."""
@@ -363,8 +423,8 @@ class Lessons:
         for batch in batches:
             choice = self.reading.predict(batch).argmax(-1)
             wrong = set(batch.row_n[(choice != batch.target_n) & batch.is_answer_n].tolist())
-            for place, row in enumerate(batch.texts):
-                right[row.lesson] += bool(row.answer) and place not in wrong
+            for line, row in enumerate(batch.texts):
+                right[row.lesson] += bool(row.answer) and line not in wrong
                 count[row.lesson] += bool(row.answer)
         return [hits / number for hits, number in zip(right, count, strict=True)]
 
@@ -395,6 +455,7 @@ class Lessons:
                 velocity = config.momentum * velocity + ops.unit(gradient)
                 pace = 0.1 + 0.45 * (1 + math.cos(math.pi * done / config.passes))
                 moves = goes_on | (done < len(turns))
+                vector *= 1 - config.decay * pace * moves[:, None]
                 vector -= config.step * self.unit * pace * moves[:, None] * ops.unit(velocity)
                 with torch.no_grad():
                     decoder[patches, 0] = vector[owner].to(decoder.dtype)
@@ -428,14 +489,3 @@ def as_tuples(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: as_tuples(inner) for name, inner in value.items()}
     return tuple(map(as_tuples, value)) if isinstance(value, list) else value
-
-
-def spread_out(keys: Tensor, most: int, cover: float) -> Tensor:
-    """Up to `most` of the keys (n, d) that are close to all others: the central one, then the farthest."""
-    chosen = [int((keys @ ops.unit(keys.mean(0, keepdim=True)).T).argmax())]
-    while len(chosen) < most:
-        near = (keys @ keys[chosen].T).amax(1)
-        if near.min() >= cover:
-            break
-        chosen.append(int(near.argmin()))
-    return keys[chosen]

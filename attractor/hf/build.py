@@ -1,7 +1,8 @@
 """New APN layers for the FFNs of a model. Nothing of the model changes here."""
 
+import dataclasses
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict, Unpack, get_args
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from attractor.config import APNConfig, check_choice, check_size
 from attractor.hf.distill import LAST, distill
 from attractor.hf.files import ModeName
-from attractor.hf.find import Layers, Place, find_places
+from attractor.hf.find import Layers, Place, attention_of, find_places
 from attractor.hf.sample import Sample, activations, sample_batches, set_prototypes
 from attractor.layer import APN, FLOATS
 
@@ -29,6 +30,9 @@ class Options(TypedDict, total=False):
     """"beside" the FFNs, which go on to work (default), or to "replace" them."""
     read_from: int | None
     """Let the layers read what the FFN of this earlier block is given, not their own (default: their own)."""
+    read_attention: Sequence[int]
+    """And beside it what the attention of these blocks adds, none of them later (default: of none). The
+    layers must whiten."""
     prototypes: StartName
     """"random" (default), or "kmeans" of what goes into the FFN on the sample."""
     sample: Sample | None
@@ -51,6 +55,7 @@ class Built:
     mode: ModeName
     layers: list[tuple[Place, APN]]
     source: Place | None = None  # whose input the layers read in place of their own
+    attention: tuple[str, ...] = ()  # modules whose results they read beside it
     errors: dict[int, float] = field(default_factory=dict)  # block -> relative error of a distilled layer
 
 
@@ -70,7 +75,10 @@ def build(model: Any, config: APNConfig, **options: Unpack[Options]) -> Built:
     source = find_source(model, options.get("read_from"), places)
     if source is not None and needs_sample:
         raise ValueError(f"read_from={source.number} goes with mode='beside' and prototypes='random' alone")
-    built = Built(mode, [], source)
+    attention = find_attention(model, options.get("read_attention", ()), source)
+    if attention:
+        config = dataclasses.replace(config, read_dim=(1 + len(attention)) * width(model))
+    built = Built(mode, [], source, attention)
     seen: Iterable[tuple[Place, Any, Any]] = ((place, None, None) for place in places)
     if needs_sample:
         seen = activations(model, places, batches, with_outputs=mode == "replace")
@@ -107,6 +115,15 @@ def find_source(model: nn.Module, number: int | None, places: list[Place]) -> Pl
             f"read_from={number} must be a block before all layers, {places[0].number} and later"
         )
     return source
+
+
+def find_attention(model: nn.Module, numbers: Sequence[int], source: Place | None) -> tuple[str, ...]:
+    """The attention of these blocks, which come before the source's FFN."""
+    if not numbers:
+        return ()
+    if source is None or max(numbers) > source.number:
+        raise ValueError(f"read_attention={list(numbers)} must be blocks up to that of read_from=")
+    return tuple(attention_of(model, place) for place in find_places(model, numbers))
 
 
 def width(model: Any) -> int:

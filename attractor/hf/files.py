@@ -7,7 +7,7 @@ before it gives anything.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -23,9 +23,10 @@ from attractor.files import write_folder
 from attractor.layer import APN, FLOATS
 from attractor.version import __version__
 
-FORMAT = 3
-READ = (1, 2, 3)
-"""Formats that can be read; the first had no digest of its configuration, the second no source."""
+FORMAT = 4
+READ = (1, 2, 3, 4)
+"""Formats that can be read; the first had no digest of its configuration, the second no source, the
+third no attention that is read."""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ModeName = Literal["beside", "replace"]
 BOOKKEEPING = ("_name_or_path", "transformers_version", "use_cache", "dtype", "architectures")
@@ -41,6 +42,7 @@ class Saved:
     mode: ModeName
     layers: dict[str, APN]  # by the name of their place
     source: str | None  # the place whose input the layers read in place of their own
+    attention: tuple[str, ...]  # the modules whose results they read beside it
 
     def check_base(self, model: Any) -> None:
         own = base_fields(model)
@@ -79,7 +81,12 @@ def _difference(saved: Mapping[str, Any], own: Mapping[str, Any], prefix: str = 
 
 
 def write(
-    folder: str | Path, model: Any, layers: Mapping[str, APN], mode: ModeName, source: str | None = None
+    folder: str | Path,
+    model: Any,
+    layers: Mapping[str, APN],
+    mode: ModeName,
+    source: str | None = None,
+    attention: Sequence[str] = (),
 ) -> None:
     """The two files; the folder appears whole or not at all. It may replace a retrofit and nothing else."""
     folder = Path(folder)
@@ -105,7 +112,7 @@ def write(
         "format": FORMAT, "attractor": __version__, "torch": torch.__version__,
         "transformers": metadata.version("transformers"),
         "base": {"class": type(model).__name__, "config": base_fields(model), "weights": weights},
-        "mode": mode, "source": source, "tensors": tensors_hash(tensors),
+        "mode": mode, "source": source, "attention": list(attention), "tensors": tensors_hash(tensors),
         "dtypes": {place: _name(layer.encoder.dtype) for place, layer in layers.items()},
         "layers": {place: layer.config.to_dict() for place, layer in layers.items()},
     }  # fmt: skip
@@ -140,6 +147,11 @@ def read(folder: str | Path, dim: int, backend: str) -> Saved:
         source = described.get("source")
         if not (source is None or (isinstance(source, str) and source not in configs)):
             raise ValueError(f"its layers cannot read from {source!r}")
+        attention = described.get("attention", [])
+        if not isinstance(attention, list) or not all(isinstance(name, str) for name in attention):
+            raise ValueError(f"its layers cannot read from {attention!r}")
+        if attention and source is None:
+            raise ValueError("its layers read from attention and from no FFN")
         with torch.device("meta"):
             layers = {
                 place: APN.from_config(
@@ -155,7 +167,9 @@ def read(folder: str | Path, dim: int, backend: str) -> Saved:
         _fill(layers, tensors)
         if tensors_hash(tensors) != described["tensors"]:
             raise ValueError(f"{WEIGHTS} is not what was saved: its hash differs")
-        return Saved(dict(base["config"]), str(base["weights"]), described["mode"], layers, source)
+        return Saved(
+            dict(base["config"]), str(base["weights"]), described["mode"], layers, source, tuple(attention)
+        )
     except (OSError, LookupError, TypeError, AttributeError, ValueError, RuntimeError, RecursionError,
             SafetensorError) as error:  # fmt: skip
         raise ValueError(f"{folder} holds no retrofit that can be read: {error}") from error

@@ -70,6 +70,15 @@ def places_at(model: nn.Module, names: Sequence[str]) -> list[Place]:
     return sorted(places, key=lambda place: place.number)
 
 
+def attention_of(model: nn.Module, place: Place) -> str:
+    """The path of the attention of the block that a place is in."""
+    block = place.name.rpartition(".")[0]
+    for name, child in model.get_submodule(block).named_children():
+        if "attention" in type(child).__name__.lower():
+            return f"{block}.{name}"
+    raise ValueError(f"{block} has no attention that is known: layers can read from FFNs alone there")
+
+
 def _place(model: nn.Module, name: str, number: int) -> Place:
     owner, _, leaf = name.rpartition(".")
     block = model.get_submodule(owner)

@@ -26,7 +26,7 @@ class Below(NamedTuple):
     output: Any
     """What the last block of the lower half returned; None if there is no lower half."""
     read: Tensor | None
-    """What the layer is recognising subjects by, if that is the input of a block of the lower half."""
+    """What the layer recognises subjects by, if that comes from the lower half."""
 
 
 class _Reached(Exception):
@@ -49,25 +49,36 @@ class Halves:
             return Below(tokens, None, None)
         seen: dict[str, Any] = {}
 
-        def keep_input(module: nn.Module, given: tuple[Any, ...]) -> None:
-            seen["read"] = given[0]
-
         def keep_output(module: nn.Module, given: Any, output: Any) -> None:
             seen["output"] = output
             raise _Reached
 
-        hooks = [self.lower[-1].register_forward_hook(keep_output)]
-        if self.source is not None:
-            hooks.append(self.source.place.modules[0].register_forward_pre_hook(keep_input))
-        try:
-            with self.net.using(None):
+        hook = self.lower[-1].register_forward_hook(keep_output)
+        read = None
+        with self.net.using(self.name):
+            try:
                 self.net.model(input_ids=tokens, use_cache=False)
-        except _Reached:
-            pass
-        finally:
-            for hook in hooks:
+            except _Reached:
+                read = None if self.source is None else self.source.input
+            finally:
                 hook.remove()
-        return Below(tokens, seen["output"], seen.get("read"))
+        return Below(tokens, seen["output"], read)
+
+    @torch.no_grad()
+    def read(self, tokens: Tensor) -> Tensor:
+        """What the layer is given for tokens (B, T): (B, T, width), in float32."""
+        state = self.below(tokens)
+        if state.read is not None:
+            return state.read.float().reshape(*tokens.shape, -1)
+        seen: list[Tensor] = []
+        (layer,) = self.net.apn_layers(self.name).values()
+        hook = layer.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        try:
+            rows = torch.zeros(1, dtype=torch.long, device=tokens.device)
+            self.above(state, rows, rows)
+        finally:
+            hook.remove()
+        return seen[0].float().reshape(*tokens.shape, -1)
 
     def above(self, state: Below, rows: Tensor, positions: Tensor) -> Tensor:
         """The logits (n, vocabulary) after the tokens at these places, from what the lower half made."""

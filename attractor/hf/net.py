@@ -49,7 +49,7 @@ def load_retrofit(
     saved.check_base(net.model)
     known = {path for path, _ in net.model.named_modules()}
     names = [*saved.layers, *([] if saved.source is None else [saved.source])]
-    if absent := [path for path in names if path not in known]:
+    if absent := [path for path in (*names, *saved.attention) if path not in known]:
         raise ValueError(f"{folder} has a layer for {absent[0]}, which the base has not. Nothing was changed")
     places = places_at(net.model, names)
     source = None if saved.source is None else places.pop(0)
@@ -58,7 +58,7 @@ def load_retrofit(
     layers = [(place, saved.layers[place.name]) for place in places]
     for place, layer in layers:
         layer.to(weight_of(net.model, place).device)
-    net._take(name, Built(saved.mode, layers, source))
+    net._take(name, Built(saved.mode, layers, source, saved.attention))
     return net
 
 
@@ -84,6 +84,7 @@ class Retrofit(nn.Module):
         self.errors: dict[str, dict[int, float]] = {}  # name -> block -> relative error of a distilled layer
         self.sites: dict[int, Site] = {}
         self.sources: dict[str, int] = {}  # name -> block whose input the layers read in place of their own
+        self.attention: dict[str, tuple[str, ...]] = {}  # name -> modules whose results they read beside it
         self.active: str | None = None
         self._found = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
         self.register_state_dict_post_hook(_leave_out_base)
@@ -144,6 +145,7 @@ class Retrofit(nn.Module):
             self.use(None)
         del self.retrofits[name], self.modes[name], self.errors[name]
         self.sources.pop(name, None)
+        self.attention.pop(name, None)
 
     def apn_layers(self, name: str | None = None) -> dict[int, APN]:
         """Number of the block -> APN layer, of a retrofit or of the one in use."""
@@ -187,7 +189,7 @@ class Retrofit(nn.Module):
         places = {self.sites[number].place.name: layer for number, layer in layers.items()}
         name = name or cast(str, self.active)
         source = self.sites[self.sources[name]].place.name if name in self.sources else None
-        files.write(folder, self.model, places, self.modes[name], source)
+        files.write(folder, self.model, places, self.modes[name], source, self.attention.get(name, ()))
 
     def unload(self) -> Any:
         """The model as it was, with its own modules, and every `requires_grad` as it was found."""
@@ -199,7 +201,7 @@ class Retrofit(nn.Module):
         for name, parameter in self.model.named_parameters() if self.sites else ():
             parameter.requires_grad_(self._found.get(name, True))
         self.sites, self.modes, self.errors, self.retrofits = {}, {}, {}, nn.ModuleDict()
-        self.sources = {}
+        self.sources, self.attention = {}, {}
         return self.model
 
     def merge(self) -> Any:
@@ -238,6 +240,8 @@ class Retrofit(nn.Module):
             site.replaces = name is not None and self.modes[name] == "replace"
             site.source = None if source is None else self.sites[source]
             site.is_source, site.input = number == source, None
+            heard = self.attention.get(name, ()) if name is not None and site.is_source else ()
+            site.listen([self.model.get_submodule(path) for path in heard])
         self.active = name
 
     def _take(self, name: str, built: Built) -> None:
@@ -257,6 +261,7 @@ class Retrofit(nn.Module):
                 self.sites[place.number] = Site(place)
         if built.source is not None:
             self.sources[name] = built.source.number
+            self.attention[name] = built.attention
         held = nn.ModuleDict({str(place.number): layer for place, layer in built.layers})
         self.retrofits[name] = held.train(self.model.training)
         self.modes[name], self.errors[name] = built.mode, built.errors

@@ -4,7 +4,7 @@ The modules of the model stay where they are, under the names they have: only wh
 and only until `remove`. So the model's own state dict, hash and files never know about APN layers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,9 @@ class Site:
         self.replaces = False
         self.source: Site | None = None  # an earlier site, whose input the layer reads in place of its own
         self.is_source = False
-        self.input: Tensor | None = None  # what a source was given last
+        self.input: Tensor | None = None  # what a source was given last, after what attention added before
+        self.added: list[Tensor] = []  # by attention whose results are read too, in the order of its blocks
+        self.hooks: list[Any] = []
         self.recording: torch.Size | None = None  # shape (B, T) of the tokens whose routing is to be kept
         self.stats: RoutingStats | None = None
         self.found = [vars(module).get("forward") for module in place.modules]  # another library's, if any
@@ -48,7 +50,8 @@ class Site:
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
         if self.is_source:
-            (self.input,) = check_arguments(self.place, arguments[:1])
+            (given,) = check_arguments(self.place, arguments[:1])
+            self.input = self._beside_attention(given) if self.hooks else given
         if self.apn is None:
             return self.ffn(*arguments, **options)
         hidden, *residuals = check_arguments(self.place, arguments if self.replaces else arguments[:1])
@@ -64,10 +67,29 @@ class Site:
             return self._sum(output[0], update), *output[1:]
         return self._sum(output, update)
 
+    def listen(self, attention: Sequence[nn.Module]) -> None:
+        """From now on a source hands over what these modules add, beside what it is given."""
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks = [module.register_forward_hook(self._keep) for module in attention]
+        self.added = []
+
+    def _keep(self, module: nn.Module, given: Any, output: Any) -> None:
+        self.added.append(output[0] if isinstance(output, tuple) else output)
+
+    def _beside_attention(self, given: Tensor) -> Tensor:
+        added, self.added = self.added, []
+        if len(added) != len(self.hooks) or any(part.numel() != given.numel() for part in added):
+            raise ValueError(
+                f"attention before {self.place.name} did not add {len(self.hooks)} tensors of shape "
+                f"{tuple(given.shape)}: layers cannot read from it"
+            )
+        return torch.cat([*(part.reshape(given.shape) for part in added), given], -1)
+
     def hand_over(self, hidden: Tensor) -> Tensor:
         """What this site was given, to a later one that was given `hidden` in the same call of the model."""
         given = self.input
-        if given is None or given.shape != hidden.shape:
+        if given is None or given.shape[:-1] != hidden.shape[:-1]:
             raise ValueError(f"{self.place.name} was not called before the layer that reads what it is given")
         return given.to(hidden.device)
 
@@ -89,17 +111,17 @@ class Site:
         return output + update.to(output.dtype).reshape(output.shape)
 
     def _update(self, apn: APN, hidden: Tensor) -> Tensor:
-        if hidden.shape[-1] != apn.encoder.shape[0] or not hidden.is_floating_point():
+        if hidden.shape[-1] != apn.read_dim or not hidden.is_floating_point():
             raise ValueError(
                 f"{self.place.name} is given {tuple(hidden.shape)} of {hidden.dtype}, and hidden states have "
-                f"width {apn.encoder.shape[0]}: name another module"
+                f"width {apn.read_dim}: name another module"
             )
         tokens = hidden.to(apn.encoder.dtype)
         if self.recording is None:
             return apn(tokens).to(hidden.dtype)
         tokens = tokens.reshape(*self.recording, -1)  # some models hand over (B * T, dim)
         update, self.stats = apn(tokens, return_stats=True)
-        return update.reshape(hidden.shape).to(hidden.dtype)
+        return update.reshape(*hidden.shape[:-1], apn.dim).to(hidden.dtype)
 
 
 def check_arguments(place: Place, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:

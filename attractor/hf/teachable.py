@@ -34,8 +34,9 @@ from attractor.hf.net import Retrofit, load_retrofit, retrofit
 from attractor.hf.sample import activations, sample_batches
 
 NAME = "lessons"
-FORMAT = 1
+FORMAT = 2
 DESCRIPTION, CALIBRATION, LAYER = "lessons.json", "calibration.safetensors", "layer"
+CONTEXTS = "contexts.safetensors"
 TEMPERATURE = 0.02
 """Inside a basin the weight rises from 0 at the edge to 0.99 within a cosine of 0.1."""
 
@@ -48,6 +49,7 @@ def teachable(
     window: int = 256,
     windows: int = 48,
     read_from: int | None = None,
+    read_attention: Sequence[int] | None = None,
     act_at: int | None = None,
     config: LessonConfig | None = None,
     patches: int = 64,
@@ -59,15 +61,19 @@ def teachable(
     time), or texts, which are cut into windows, of which `windows` are read. By default it is text and
     programs that come with Python. The more is read, the better the bound on what lessons touch.
 
-    Subjects are recognised by what goes into the FFN of block `read_from` (default: a third of the way up),
-    and what is known of them is added after that of block `act_at` (default: just below the middle). There is
-    room for so many `patches` at first.
+    Subjects are recognised by what goes into the FFN of block `read_from` (default: a third of the way up)
+    and by what the attention of the blocks `read_attention` added before it (default: four in the middle of
+    the way there): that is where the words before the last one of a name are. What is known of subjects is
+    added after the FFN of block `act_at` (default: just below the middle). There is room for so many
+    `patches` at first.
     """
     check_size("window", window)
     check_size("windows", windows)
     blocks = find_places(model, "all")
     read = len(blocks) // 3 if read_from is None else read_from
     act = max(read, (len(blocks) - 1) // 2) if act_at is None else act_at
+    if read_attention is None:
+        read_attention = range(read // 3, 2 * read // 3 + 1) if act > read else ()
     if background is None:
         background = default_background()
     tokens = background if isinstance(background, Tensor) else cut(background, encode, window)[:windows]
@@ -77,10 +83,8 @@ def teachable(
             f"read_from={read}, act_at={act}: give blocks of the model, 0 to {max(number_of)}, in this order"
         )
     batches = sample_batches(model, tokens)
-    ((_, inputs, _),) = activations(model, [number_of[read]], batches, with_outputs=False)
     ((_, _, added),) = activations(model, [number_of[act]], batches[:1])
     assert added is not None
-    calibration = Calibration.fit(inputs.view(*tokens.shape, -1))
     layer = APNConfig(
         num_patches=patches, top_k=1, rank=1, temperature=TEMPERATURE, radius=CLOSED, whiten=True
     )
@@ -89,12 +93,20 @@ def teachable(
         layer,
         layers=[act],
         read_from=None if act == read else read,
+        read_attention=read_attention,
         dtype=torch.float32,
         name=NAME,
     )
     (apn,) = net.apn_layers().values()
     unit = added.norm(dim=-1).median().item()
-    options = {"halves": Halves(net, NAME), **options}
+    halves = Halves(net, NAME)
+    try:
+        seen = torch.cat([halves.read(batch) for batch in batches])
+        calibration = Calibration.fit(seen, dim=apn.dim)
+    except BaseException:
+        net.unload()  # the model is as it was
+        raise
+    options = {"halves": halves, **options}
     return net, Lessons(CausalLM(net, NAME), apn, encode, calibration, config, unit=unit, **options)
 
 
@@ -110,12 +122,15 @@ def save_lessons(
     if folder.exists() and not (folder / DESCRIPTION).is_file():
         raise ValueError(f"{folder} is there already and holds no lessons: choose another folder")
     calibration = {name: value.cpu().contiguous() for name, value in vars(lessons.calibration).items()}
-    described = {"format": FORMAT, **lessons.describe(), "calibration": tensors_hash(calibration)}
+    contexts = {name: value.cpu().contiguous() for name, value in lessons.tensors().items()}
+    hashes = {"calibration": tensors_hash(calibration), "contexts": tensors_hash(contexts)}
+    described = {"format": FORMAT, **lessons.describe(), **hashes}
 
     def fill(partial: Path) -> None:
         net.save_pretrained(partial / LAYER, name=NAME)
         try:
             save_file(calibration, partial / CALIBRATION)
+            save_file(contexts, partial / CONTEXTS)
         except SafetensorError as error:
             raise OSError(f"cannot write {folder}: {error}") from error
         (partial / DESCRIPTION).write_text(json.dumps(described, indent=1))
@@ -134,10 +149,8 @@ def load_lessons(
         described = json.loads((folder / DESCRIPTION).read_text())
         if not isinstance(described, dict) or described.get("format") != FORMAT:
             raise ValueError(f"not lessons of format {FORMAT}, which this release reads")
-        tensors = load_file(folder / CALIBRATION)
-        if tensors_hash(tensors) != described["calibration"]:
-            raise ValueError(f"{CALIBRATION} is not what was saved: its hash differs")
-        calibration = Calibration(**tensors)
+        calibration = Calibration(**read_hashed(folder / CALIBRATION, described["calibration"]))
+        contexts = read_hashed(folder / CONTEXTS, described["contexts"])
         config = LessonConfig.from_dict(described["config"])
     except (OSError, LookupError, TypeError, AttributeError, ValueError, SafetensorError) as error:
         raise ValueError(f"{folder} holds no lessons that can be read: {error}") from error
@@ -147,11 +160,19 @@ def load_lessons(
         state = {name: value.clone() for name, value in apn.state_dict().items()}
         unit, options = described["unit"], {"halves": Halves(net, NAME), **options}
         lessons = Lessons(CausalLM(net, NAME), apn, encode, calibration, config, unit=unit, **options)
-        lessons.restore(described, state)
+        lessons.restore(described, state, contexts)
     except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         net.unload()
         raise ValueError(f"{folder} holds no lessons that can be read: {error}") from error
     return net, lessons
+
+
+def read_hashed(path: Path, wanted: str) -> dict[str, Tensor]:
+    """The tensors of a file, if they are those that were saved."""
+    tensors = load_file(path)
+    if tensors_hash(tensors) != wanted:
+        raise ValueError(f"{path.name} is not what was saved: its hash differs")
+    return tensors
 
 
 def default_background() -> list[str]:

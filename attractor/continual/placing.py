@@ -1,0 +1,121 @@
+"""Where the basins of new lessons lie: around their subjects as they were read, and around nothing else.
+
+    placed = place(keys, taken, nearest, replaces, config)
+    placed.prototypes, placed.radius, placed.lesson
+
+A subject looks different in every context, and subjects that share their last word look alike. A lesson
+begins with a few prototypes that are spread out, and gets another one wherever a context of its own would be
+taken for another lesson's, as in the condensed nearest neighbour rule (Hart, 1968). Its radii leave alone
+what background text and earlier lessons have.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from attractor import ops
+from attractor.continual.config import LessonConfig
+
+CLOSE = 1e-3
+"""A context counts as recognised if its own basin is deeper than every other by this much."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Taken:
+    """The basins of earlier lessons, and contexts of their subjects that must stay theirs."""
+
+    prototypes: Tensor  # (p, m) unit vectors
+    radius: Tensor  # (p)
+    owner: Tensor  # (p) the number of the lesson
+    keys: Tensor  # (n, m) contexts
+    depth: Tensor  # (n) by how much the nearest own prototype exceeds its radius there
+    key_owner: Tensor  # (n)
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """New basins; `lesson` is the place in the batch of the lesson that each belongs to."""
+
+    prototypes: Tensor  # (p, m)
+    radius: Tensor  # (p)
+    lesson: list[int]
+
+    def depth(self, keys: Tensor, lesson: int) -> Tensor:
+        """How deep each of these contexts (n, m) lies in the basins of a lesson; negative outside."""
+        own = torch.tensor(self.lesson, device=keys.device) == lesson
+        return (keys @ self.prototypes[own].T - self.radius[own]).amax(1)
+
+
+@torch.no_grad()
+def place(
+    keys: Sequence[Tensor],
+    taken: Taken,
+    nearest: Callable[[Tensor], Tensor],
+    replaces: Sequence[int | None],
+    config: LessonConfig,
+) -> Placed:
+    """Basins for lessons whose subjects gave these directions, (n, m) each, in the contexts that were read.
+
+    `nearest` says how close background comes to a direction. A lesson may take the place of an earlier one:
+    then its basins are deeper than that one's, which need no protection from it.
+    """
+    every = torch.cat(list(keys))
+    device = every.device
+    whose = torch.tensor([number for number, own in enumerate(keys) for _ in own], device=device)
+    first = torch.cat([whose.new_zeros(1), torch.bincount(whose).cumsum(0)]).tolist()
+    chosen = [
+        first[number] + place
+        for number, own in enumerate(keys)
+        for place in spread_out(own, config.prototypes, config.cover)
+    ]
+    replaced = torch.tensor([-1 if number is None else number for number in replaces], device=device)
+    points = torch.cat([taken.prototypes, taken.keys])  # what must stay with earlier lessons, and how deep
+    depth = torch.cat([1 - taken.radius, taken.depth.clamp(min=0)])
+    point_owner = torch.cat([taken.owner, taken.key_owner])
+
+    def radii(chosen: list[int]) -> Tensor:
+        prototypes, before = every[chosen], replaced[whose[chosen]]
+        radius = (nearest(prototypes) + config.room).clamp(min=config.radius)
+        if len(points):
+            others = prototypes @ points.T - depth  # shallower there than the basins of its own lesson
+            others = others.masked_fill(point_owner == before[:, None], -1)
+            radius = torch.maximum(radius, others.amax(1) + config.room)
+        if len(taken.radius):
+            old = taken.radius.expand(len(chosen), -1).masked_fill(taken.owner != before[:, None], torch.inf)
+            radius = torch.minimum(radius, old.amin(1) - config.room)
+        return radius.clamp(max=1 - config.room)
+
+    radius = radii(chosen)
+    while True:
+        prototypes, owner = every[chosen], whose[chosen]
+        inside = every @ prototypes.T - radius
+        is_own = owner == whose[:, None]
+        own = inside.masked_fill(~is_own, -2).amax(1)
+        other = inside.masked_fill(is_own, -2).amax(1)
+        if len(taken.radius):
+            other = torch.maximum(other, (every @ taken.prototypes.T - taken.radius).amax(1))
+        ahead = own - other.clamp(min=0)
+        ahead[chosen] = torch.inf  # a prototype of its own is all that can be done for a context
+        counts, margins = torch.bincount(owner, minlength=len(keys)).tolist(), ahead.tolist()
+        more = []
+        for number, count in enumerate(counts):
+            worst = min(range(first[number], first[number + 1]), key=margins.__getitem__)
+            if count < config.most and margins[worst] <= CLOSE:
+                more.append(worst)
+        if not more:
+            return Placed(prototypes, radius, owner.tolist())
+        radius = torch.cat([radius, radii(more)])
+        chosen += more
+
+
+def spread_out(keys: Tensor, most: int, cover: float) -> list[int]:
+    """Up to `most` of the keys (n, m) that are close to all others: the central one, then the farthest."""
+    chosen = [int((keys @ ops.unit(keys.mean(0, keepdim=True)).T).argmax())]
+    while len(chosen) < most:
+        near = (keys @ keys[chosen].T).amax(1)
+        if near.min() >= cover:
+            break
+        chosen.append(int(near.argmin()))
+    return chosen
