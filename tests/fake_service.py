@@ -15,10 +15,10 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
-from attractor.serve.engine import Job
+from attractor.serve.decode.engine import Job
+from attractor.serve.decode.sequences import Written
 from attractor.serve.errors import Busy, Refused, Unavailable
-from attractor.serve.lanes import Written
-from attractor.serve.monitoring import Monitor
+from attractor.serve.http.monitor import Monitor
 from attractor.tokenizer import ByteTokenizer
 
 LINE = "Now is the winter of our discontent\nMade glorious summer by this sun of York. "
@@ -246,8 +246,8 @@ def filled(lessons: int = 60) -> FakeService:
 if __name__ == "__main__":
     import uvicorn
 
-    from attractor.serve.app import create_app, uvicorn_config
-    from attractor.serve.settings import ServeSettings
+    from attractor.serve.http.app import create_app, uvicorn_config
+    from attractor.serve.http.settings import ServeSettings
 
     settings = ServeSettings(port=int(sys.argv[1]), keys=sys.argv[3] if len(sys.argv) > 3 else None)
     shown = filled(int(sys.argv[2]) if len(sys.argv) > 2 else 60)

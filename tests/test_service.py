@@ -12,8 +12,8 @@ from served import FOX, LAW, QUICK, hashes, learner, serve
 from attractor.continual.config import GuardConfig, LearnConfig, UpdateConfig
 from attractor.continual.guard import Guard
 from attractor.continual.guarded import GuardedLearner
+from attractor.serve.decode.engine import Job
 from attractor.serve.effects import MOST_FRAMES
-from attractor.serve.engine import Job
 from attractor.serve.errors import Busy, Refused, Unavailable
 from attractor.serve.rules import Rules
 from attractor.serve.service import Limits, Service
@@ -364,7 +364,7 @@ def test_watchers_see_after_a_restart_what_they_saw_before(tmp_path: Path) -> No
 def test_what_watchers_see(tmp_path: Path) -> None:
     from pydantic import TypeAdapter
 
-    from attractor.serve.monitoring import Monitor
+    from attractor.serve.http.monitor import Monitor
 
     with serve(tmp_path) as service:
         TypeAdapter(Monitor).validate_python(service.monitor())

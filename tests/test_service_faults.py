@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from served import FOX, LAW, hashes, serve
 
-from attractor.serve.engine import Job
+from attractor.serve.decode.engine import Job
 from attractor.serve.errors import Refused, Unavailable
 from attractor.serve.files import Files
 from attractor.serve.rules import Rules

@@ -22,11 +22,11 @@ import torch
 
 from attractor.config import JSONConfig, check_number, check_size
 from attractor.continual.guarded import GuardedLearner
-from attractor.serve.engine import Engine, Job, Pin, Ticket
+from attractor.serve.decode.engine import Engine, Job, Pin, Ticket
 from attractor.serve.errors import Busy, Unavailable
 from attractor.serve.files import Files
+from attractor.serve.http.monitor import Monitor
 from attractor.serve.journal import SyncName
-from attractor.serve.monitoring import Monitor
 from attractor.serve.rules import SELF, Canaries, Rules, self_canary
 from attractor.serve.state import State
 from attractor.serve.store import Store

@@ -8,13 +8,13 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from attractor.serve.api.replies import Problem, problem_of
-from attractor.serve.api.schemas import Generation
-from attractor.serve.engine import Job, Pin, Ticket
-from attractor.serve.metrics import Metrics
+from attractor.serve.decode.detokenize import Piece, Told, Writer
+from attractor.serve.decode.engine import Job, Pin, Ticket
+from attractor.serve.http.metrics import Metrics
+from attractor.serve.http.replies import Problem, problem_of
+from attractor.serve.http.schemas import Generation
+from attractor.serve.http.settings import ServeSettings
 from attractor.serve.service import Service
-from attractor.serve.settings import ServeSettings
-from attractor.serve.text import Piece, Told, Writer
 
 Result = TypeVar("Result")
 

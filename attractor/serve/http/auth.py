@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from attractor.config import check_choice
-from attractor.serve.settings import is_loopback
+from attractor.serve.http.settings import is_loopback
 
 SCOPES = ("generate", "learn", "monitor", "admin")
 FIGURES = ("monitor", "learn", "admin")

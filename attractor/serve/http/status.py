@@ -10,11 +10,11 @@ from anyio import to_thread
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from attractor.serve.api.openai import ERRORS
-from attractor.serve.api.replies import Problem, Reply, without_paths
-from attractor.serve.metrics import CONTENT_TYPE, Metrics
-from attractor.serve.monitoring import Monitor
-from attractor.serve.security import FIGURES, SCOPES, needs, open_to_all
+from attractor.serve.http.auth import FIGURES, SCOPES, needs, open_to_all
+from attractor.serve.http.metrics import CONTENT_TYPE, Metrics
+from attractor.serve.http.monitor import Monitor
+from attractor.serve.http.openai import ERRORS
+from attractor.serve.http.replies import Problem, Reply, without_paths
 from attractor.serve.service import Service
 
 TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from attractor.serve.lanes import Written
+from attractor.serve.decode.sequences import Written
 from attractor.tokenizer import Tokenizer
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what decoders write for a character that is cut

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from attractor.config import APNConfig, GPTConfig
 from attractor.generate import generate
 from attractor.model import GPT, RaggedCache
-from attractor.serve import lanes
-from attractor.serve.desk import Desk
-from attractor.serve.lanes import Draw, Publication, Row, read
+from attractor.serve.decode import sequences as lanes
+from attractor.serve.decode.batch import Desk
+from attractor.serve.decode.sequences import Draw, Publication, Row, read
 
 VOCABULARY, CONTEXT = 13, 24
 CPU = torch.device("cpu")

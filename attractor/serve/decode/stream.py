@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from typing import Literal
 
-from attractor.serve.lanes import Written
+from attractor.serve.decode.sequences import Written
 
 Finish = Literal["stop", "length", "cancelled", "error"]
 

@@ -20,10 +20,10 @@ import torch
 
 from attractor.config import check_number, check_size
 from attractor.generate import check_settings
-from attractor.serve.desk import Desk
+from attractor.serve.decode.batch import Desk
+from attractor.serve.decode.sequences import PIECE, Draw, Publication, Row, Written, read
+from attractor.serve.decode.stream import Finish, Outlet, Ticket
 from attractor.serve.errors import Busy
-from attractor.serve.lanes import PIECE, Draw, Publication, Row, Written, read
-from attractor.serve.ticket import Finish, Outlet, Ticket
 
 __all__ = ["Engine", "Job", "Pin", "Publication", "Ticket", "Written"]
 

@@ -17,11 +17,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import BaseRoute, Match, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from attractor.serve.api.replies import Problem, problem_of
-from attractor.serve.metrics import Metrics
-from attractor.serve.security import LOCAL, Key, KeyRing, declared, local_problem
+from attractor.serve.http.auth import LOCAL, Key, KeyRing, declared, local_problem
+from attractor.serve.http.metrics import Metrics
+from attractor.serve.http.replies import Problem, problem_of
+from attractor.serve.http.settings import ServeSettings
 from attractor.serve.service import Service
-from attractor.serve.settings import ServeSettings
 
 VERSION = "X-Attractor-Version"
 # No script but ours, and no eval. plotly.js fills an empty <style> by script and sets style attributes; its

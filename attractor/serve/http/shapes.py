@@ -5,9 +5,9 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from attractor.serve.api.generation import Batch, Choice
-from attractor.serve.api.schemas import ChatForm, CompletionForm, Generation
-from attractor.serve.text import Piece, Told
+from attractor.serve.decode.detokenize import Piece, Told
+from attractor.serve.http.generation import Batch, Choice
+from attractor.serve.http.schemas import ChatForm, CompletionForm, Generation
 
 
 class Shape:

@@ -14,15 +14,15 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.routing import BaseRoute
 
-from attractor.serve.api.learning import add_learning_routes
-from attractor.serve.api.openai import add_openai_routes
-from attractor.serve.api.replies import add_error_replies
-from attractor.serve.api.status import add_dashboard, add_status_routes
-from attractor.serve.gate import Gate
-from attractor.serve.metrics import Metrics
-from attractor.serve.security import KeyRing, declared
+from attractor.serve.http.auth import KeyRing, declared
+from attractor.serve.http.lessons import add_learning_routes
+from attractor.serve.http.metrics import Metrics
+from attractor.serve.http.middleware import Gate
+from attractor.serve.http.openai import add_openai_routes
+from attractor.serve.http.replies import add_error_replies
+from attractor.serve.http.settings import ServeSettings
+from attractor.serve.http.status import add_dashboard, add_status_routes
 from attractor.serve.service import Service
-from attractor.serve.settings import ServeSettings
 from attractor.version import __version__
 
 log = logging.getLogger("attractor")

@@ -15,7 +15,7 @@ class ServeSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     keys: str | Path | None = None
-    """A file of keys (`attractor.serve.security.add_key`). Without it only this machine may ask."""
+    """A file of keys (`attractor.serve.http.auth.add_key`). Without it only this machine may ask."""
     chat: ChatName = "transcript"
     """How messages become a prompt: a plain transcript, or the marks that instruction-tuned models know."""
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from attractor.continual.guard import LEAST, log_probabilities
 from attractor.generate import candidates
-from attractor.serve.evidence import Evidence
-from attractor.serve.lanes import Lane, Row, Seat, Written
+from attractor.serve.decode.mixture import Evidence
+from attractor.serve.decode.sequences import Lane, Row, Seat, Written
 
 log = logging.getLogger("attractor")
 

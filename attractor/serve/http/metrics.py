@@ -16,7 +16,7 @@ from prometheus_client import (
 )
 from prometheus_client.core import GaugeMetricFamily
 
-from attractor.serve.monitoring import Monitor
+from attractor.serve.http.monitor import Monitor
 from attractor.serve.service import Service
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST

@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attractor.serve.lanes import Written
-from attractor.serve.text import CHATS, Detokenizer, StopStrings, Writer
+from attractor.serve.decode.detokenize import CHATS, Detokenizer, StopStrings, Writer
+from attractor.serve.decode.sequences import Written
 from attractor.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, PretrainedTokenizer
 
 BYTES = ByteTokenizer()

@@ -11,16 +11,16 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from attractor.serve.api.generation import Batch, Gone, Prompt, check_size, fit, path_of, unless_gone
-from attractor.serve.api.replies import Problem, Reply, problem_of, to_json
-from attractor.serve.api.schemas import ChatForm, CompletionForm, ErrorReply, Generation
-from attractor.serve.api.shapes import ChatShape, CompletionShape, Shape
-from attractor.serve.gate import VERSION
-from attractor.serve.metrics import Metrics
-from attractor.serve.security import needs
+from attractor.serve.decode.detokenize import CHATS
+from attractor.serve.http.auth import needs
+from attractor.serve.http.generation import Batch, Gone, Prompt, check_size, fit, path_of, unless_gone
+from attractor.serve.http.metrics import Metrics
+from attractor.serve.http.middleware import VERSION
+from attractor.serve.http.replies import Problem, Reply, problem_of, to_json
+from attractor.serve.http.schemas import ChatForm, CompletionForm, ErrorReply, Generation
+from attractor.serve.http.settings import ServeSettings
+from attractor.serve.http.shapes import ChatShape, CompletionShape, Shape
 from attractor.serve.service import Service
-from attractor.serve.settings import ServeSettings
-from attractor.serve.text import CHATS
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorReply} for status in (400, 401, 403, 404, 408, 413, 415, 422, 429, 503)

@@ -12,9 +12,9 @@ import torch
 from attractor.config import APNConfig, GPTConfig
 from attractor.generate import generate
 from attractor.model import GPT
-from attractor.serve.engine import Engine, Job, Pin
+from attractor.serve.decode.engine import Engine, Job, Pin
+from attractor.serve.decode.sequences import Publication
 from attractor.serve.errors import Busy
-from attractor.serve.lanes import Publication
 
 VOCABULARY, CONTEXT, PATIENCE = 11, 32, 300.0
 

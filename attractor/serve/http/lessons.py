@@ -5,15 +5,15 @@ from typing import Annotated, Any
 from anyio import CapacityLimiter, to_thread
 from fastapi import FastAPI, Path, Query, Request
 
-from attractor.serve.api.openai import ERRORS
-from attractor.serve.api.replies import Problem, Reply, problem_of
-from attractor.serve.api.schemas import SOURCE, LearnForm, RollbackForm
 from attractor.serve.errors import Busy
-from attractor.serve.gate import VERSION
-from attractor.serve.metrics import Metrics
-from attractor.serve.security import FIGURES, needs
+from attractor.serve.http.auth import FIGURES, needs
+from attractor.serve.http.metrics import Metrics
+from attractor.serve.http.middleware import VERSION
+from attractor.serve.http.openai import ERRORS
+from attractor.serve.http.replies import Problem, Reply, problem_of
+from attractor.serve.http.schemas import SOURCE, LearnForm, RollbackForm
+from attractor.serve.http.settings import ServeSettings
 from attractor.serve.service import Service
-from attractor.serve.settings import ServeSettings
 
 LEARN_ERRORS: dict[int | str, dict[str, Any]] = {**ERRORS, 409: ERRORS[400]}
 NUMBER = Query(ge=1, lt=1 << 63)

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from attractor.serve.api.replies import Problem
+from attractor.serve.http.replies import Problem
 
 SOURCE = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 REFUSED: dict[str, Callable[[Any], bool]] = {

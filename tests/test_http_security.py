@@ -16,11 +16,11 @@ from schemathesis.checks import not_a_server_error
 from serving import Running
 from starlette.testclient import TestClient
 
-from attractor.serve import app as app_module
-from attractor.serve.app import create_app
-from attractor.serve.gate import too_deep
-from attractor.serve.security import SCOPES, Key, KeyRing, add_key, declared, local_problem, needs, new_key
-from attractor.serve.settings import ServeSettings, is_loopback
+from attractor.serve.http import app as app_module
+from attractor.serve.http.app import create_app
+from attractor.serve.http.auth import SCOPES, Key, KeyRing, add_key, declared, local_problem, needs, new_key
+from attractor.serve.http.middleware import too_deep
+from attractor.serve.http.settings import ServeSettings, is_loopback
 
 SCOPES_OF = {
     ("GET", "/health"): "open",
@@ -160,7 +160,7 @@ def test_every_key_is_compared_whatever_matches(monkeypatch):
         seen.append((a, b))
         return a == b
 
-    monkeypatch.setattr("attractor.serve.security.hmac.compare_digest", compare)
+    monkeypatch.setattr("attractor.serve.http.auth.hmac.compare_digest", compare)
     assert ring.find(f"Bearer {entries[0][0]}").id == entries[0][1]["id"]
     assert len(seen) == 5
 

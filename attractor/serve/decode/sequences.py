@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attractor.continual.guard import BASE, Guard, log_probabilities
 from attractor.model import GPT, RaggedCache
-from attractor.serve.evidence import Evidence
+from attractor.serve.decode.mixture import Evidence
 
 PIECE = 256
 """Tokens of a prompt, on all paths, that are read before the others get their turn."""
