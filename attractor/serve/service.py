@@ -15,17 +15,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import numpy as np
 import torch
 
 from attractor.config import JSONConfig, check_number, check_size
 from attractor.continual.guarded import GuardedLearner
-from attractor.serve.decode.engine import Engine, Job, Pin, Ticket
+from attractor.serve.decode.engine import Engine, Job, Pin
+from attractor.serve.decode.stream import Stream
 from attractor.serve.errors import Busy, Unavailable
 from attractor.serve.files import Files
-from attractor.serve.http.monitor import Monitor
 from attractor.serve.journal import SyncName
 from attractor.serve.rules import SELF, Canaries, Rules, self_canary
 from attractor.serve.state import State
@@ -167,7 +167,7 @@ class Service:
     def paths(self) -> list[str]:
         return list(self.teacher.publication.paths)
 
-    def submit(self, job: Job, pin: Pin | None = None) -> Ticket:
+    def submit(self, job: Job, pin: Pin | None = None) -> Stream:
         """Jobs that share a pin are written with the same version."""
         if not self.engine.is_alive and not self._closed:
             raise Unavailable("the engine has stopped: start the server again")
@@ -266,8 +266,8 @@ class Service:
 
     # --- watching
 
-    def monitor(self) -> Monitor:
-        """Figures for a dashboard; no poll waits for the writer."""
+    def monitor(self) -> dict[str, Any]:
+        """Figures for a dashboard, as `attractor.serve.http.monitor` describes them; no poll waits."""
         told, figures = self.teacher.told, self.engine.stats()
         recent = [
             {"at": seen["at"], "version": seen["version"], "shares": seen["posterior"]}
@@ -277,7 +277,7 @@ class Service:
             count = self._count
         budget = self.rules.drift
         drift = {} if budget is None else {n: {"used": u, "budget": budget} for n, u in told["drift"].items()}
-        values: dict[str, Any] = {
+        return {
             "version": self.version, "uptime": time.time() - self.started, "learning": self._learning,
             "progressive": told["progressive"], "canaries": told["canaries"], "usage": told["usage"],
             "overlays": told["overlays"], "drift": drift, "posteriors": recent,
@@ -287,7 +287,6 @@ class Service:
             "journal": {"last": self.store.last, "bytes": self.store.journal.nbytes,
                         "recovered": self.store.recovered},
         }  # fmt: skip
-        return cast(Monitor, values)
 
     # --- ending
 

@@ -1,15 +1,14 @@
-"""From tokens to text as it is written: whole characters, stop strings, and prompts of chats.
+"""From tokens to text as it is generated: whole characters, and stop strings.
 
-writer = Writer(tokenizer, stops=["\\n\\n"])
-for written in ticket: piece = writer.push(written); send(piece.text)
-send(writer.finish().text)
+decoder = TextDecoder(tokenizer, stops=["\\n\\n"])
+for token in stream: piece = decoder.push(token); send(piece.text)
+send(decoder.finish().text)
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
-from attractor.serve.decode.sequences import Written
+from attractor.serve.decode.sequences import GeneratedToken
 from attractor.tokenizer import Tokenizer
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what decoders write for a character that is cut
@@ -17,42 +16,44 @@ MOST_HELD = 16
 
 
 class Detokenizer:
-    """Text token by token, and how many tokens it is the text of; joined, it is the text of all together.
+    """Turns tokens into pieces of text, each with the number of its tokens.
 
-    A token may end within a character. Then the last tokens, three at most, are held until it is whole. What
-    was told last stays as context: some tokenizers write the first token of a text differently.
+    The pieces joined are the text of all tokens together. A token may end within a character; then the last
+    tokens, three at most, are held until it is whole. The tokens of the last piece stay as context, because
+    some tokenizers write the first token of a text differently.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._decode = tokenizer.decode
-        self._told: list[int] = []
+        self._context: list[int] = []
         self._held: list[int] = []
 
     def push(self, token: int) -> tuple[str, int]:
         self._held.append(token)
-        text = self._decode(self._told + self._held)
+        text = self._decode(self._context + self._held)
         if not text.endswith(UNFINISHED) or len(self._held) > MOST_HELD:
             return self.finish()
         for count in range(min(3, len(self._held)), 0, -1):
             head, tail = self._held[:-count], self._held[-count:]
-            if self._decode(self._told + head) + self._decode(tail) == text:
-                return self._tell(len(head))
+            if self._decode(self._context + head) + self._decode(tail) == text:
+                return self._release(len(head))
         return "", 0
 
     def finish(self) -> tuple[str, int]:
-        return self._tell(len(self._held))
+        return self._release(len(self._held))
 
-    def _tell(self, count: int) -> tuple[str, int]:
+    def _release(self, count: int) -> tuple[str, int]:
         now, self._held = self._held[:count], self._held[count:]
-        text = self._decode(self._told + now)[len(self._decode(self._told)) :] if now else ""
-        self._told = now if text else self._told
+        text = self._decode(self._context + now)[len(self._decode(self._context)) :] if now else ""
+        self._context = now if text else self._context
         return text, count
 
 
 class StopStrings:
-    """Lets text through up to the first stop string; holds back what may become one.
+    """Lets text through up to the first stop string, and holds back what may become one.
 
-    The first is the one that is whole first, so that the pieces in which a text comes make no difference.
+    The first stop string is the one that is complete first, so that it makes no difference in which pieces
+    the text comes.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -88,11 +89,11 @@ def _overlap(text: str, stop: str) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Told:
-    """A token with its text; where several make one character, the last has it."""
+class TokenText:
+    """A token with its text; where several tokens make one character, the last of them has it."""
 
     text: str
-    written: Written
+    generated: GeneratedToken
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,16 +101,16 @@ class Piece:
     """Text to be sent now, and the tokens that end in it."""
 
     text: str
-    tokens: list[Told]
+    tokens: list[TokenText]
 
 
-class Writer:
-    """What to send after each token. No token is told before all of its text is."""
+class TextDecoder:
+    """Says what to send after each token. No token is sent before all of its text is."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
         self._detokenizer, self._stops = Detokenizer(tokenizer), StopStrings(stops)
-        self._unread: list[Written] = []  # tokens whose text is not known yet
-        self._groups: list[tuple[str, list[Written]]] = []  # those whose text is not sent yet
+        self._unread: list[GeneratedToken] = []  # tokens whose text is not known yet
+        self._groups: list[tuple[str, list[GeneratedToken]]] = []  # those whose text is not sent yet
         self._ahead = 0  # characters of the first group that were sent
         self.count = 0
 
@@ -117,13 +118,13 @@ class Writer:
     def stopped(self) -> bool:
         return self._stops.stopped
 
-    def push(self, written: Written) -> Piece:
+    def push(self, generated: GeneratedToken) -> Piece:
         self.count += 1
-        self._unread.append(written)
-        return self._send(self._stops.push(self._read(*self._detokenizer.push(written.token))))
+        self._unread.append(generated)
+        return self._send(self._stops.push(self._read(*self._detokenizer.push(generated.token))))
 
     def finish(self) -> Piece:
-        """The rest, of which nothing may be a stop string any more unless it is whole."""
+        """The rest of the text, up to a stop string that is complete in it."""
         if self.stopped:
             return Piece("", [])
         text = self._stops.push(self._read(*self._detokenizer.finish()))
@@ -137,48 +138,12 @@ class Writer:
 
     def _send(self, text: str) -> Piece:
         self._ahead += len(text)
-        tokens: list[Told] = []
+        tokens: list[TokenText] = []
         while self._groups and (len(self._groups[0][0]) <= self._ahead or self.stopped):
             whole, group = self._groups.pop(0)
             shown = whole[: self._ahead]
             self._ahead -= len(shown)
             if self.stopped and not shown:  # the stop string begins before this one
                 break
-            tokens += [Told("", written) for written in group[:-1]] + [Told(shown, group[-1])]
+            tokens += [TokenText("", one) for one in group[:-1]] + [TokenText(shown, group[-1])]
         return Piece(text, tokens)
-
-
-@dataclasses.dataclass(frozen=True)
-class ChatFormat:
-    """How messages become one text. `stops` end an answer; `marks` may not be in a message."""
-
-    turns: Mapping[str, tuple[str, str]]  # role -> what stands before and after a message
-    answer: str
-    stops: tuple[str, ...]
-    marks: tuple[str, ...] = ()
-
-    def prompt(self, messages: Sequence[tuple[str, str]]) -> str:
-        parts = []
-        for role, content in messages:
-            if found := [mark for mark in self.marks if mark in content]:
-                raise ValueError(f"a message contains {found[0]!r}, which divides messages: leave it out")
-            before, after = self.turns["system" if role == "developer" else role]
-            parts.append(before + content + after)
-        return "".join(parts) + self.answer
-
-
-CHATS: Mapping[str, ChatFormat] = MappingProxyType(
-    {
-        "transcript": ChatFormat(
-            {"system": ("", "\n\n"), "user": ("User: ", "\n"), "assistant": ("Assistant: ", "\n")},
-            "Assistant:",
-            ("\nUser:", "\nAssistant:"),
-        ),
-        "chatml": ChatFormat(
-            {role: (f"<|im_start|>{role}\n", "<|im_end|>\n") for role in ("system", "user", "assistant")},
-            "<|im_start|>assistant\n",
-            ("<|im_end|>", "<|im_start|>"),
-            ("<|im_end|>", "<|im_start|>"),
-        ),
-    }
-)

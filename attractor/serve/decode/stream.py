@@ -1,4 +1,4 @@
-"""Between the thread that writes and whoever reads what it wrote."""
+"""What is generated goes from the engine's thread to its readers through a stream."""
 
 import asyncio
 import threading
@@ -7,26 +7,26 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from typing import Literal
 
-from attractor.serve.decode.sequences import Written
+from attractor.serve.decode.sequences import GeneratedToken
 
 Finish = Literal["stop", "length", "cancelled", "error"]
 
 
-class Outlet:
-    """The writer's side. It never waits: what nobody has taken yet is at most a job's tokens."""
+class StreamBuffer:
+    """The engine's side of a stream. It never waits: what is not read yet is at most a job's tokens."""
 
     def __init__(self) -> None:
         self.version: int | None = None
         self.finish: Finish | None = None
         self.message: str | None = None
-        self.cancelled = False  # the writer looks here; setting it takes no lock, so anybody may at any time
+        self.cancelled = False  # the engine looks here; setting it takes no lock, so any thread may do it
         self.changed = threading.Condition()
-        self.written: deque[Written] = deque()
+        self.tokens: deque[GeneratedToken] = deque()
         self.sleepers: list[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = []
 
-    def put(self, written: Written) -> None:
+    def put(self, token: GeneratedToken) -> None:
         with self.changed:
-            self.written.append(written)
+            self.tokens.append(token)
             self._wake()
 
     def end(self, finish: Finish, message: str | None) -> None:
@@ -39,7 +39,7 @@ class Outlet:
         for loop, event in self.sleepers:
             try:
                 loop.call_soon_threadsafe(event.set)
-            except RuntimeError:  # the loop was closed: nobody is left who could read
+            except RuntimeError:  # the loop was closed, and its reader will never read again
                 self.cancelled = True
         self.sleepers = []
 
@@ -47,65 +47,65 @@ class Outlet:
         self.cancelled = True
 
 
-class Ticket:
-    """The reader's side: `for written in ticket`, `async for written in ticket`, or `next`.
+class Stream:
+    """The reader's side: `for token in stream`, `async for token in stream`, or `next`.
 
-    When nobody holds the ticket any more, its job is cancelled.
+    The job is cancelled when the last reference to its stream is gone.
     """
 
-    def __init__(self, outlet: Outlet) -> None:
-        self._outlet = outlet
-        weakref.finalize(self, outlet.cancel).atexit = False
+    def __init__(self, buffer: StreamBuffer) -> None:
+        self._buffer = buffer
+        weakref.finalize(self, buffer.cancel).atexit = False
 
     @property
     def version(self) -> int | None:
-        """Of the weights; None as long as the job waits."""
-        return self._outlet.version
+        """The version of the weights; None as long as the job waits."""
+        return self._buffer.version
 
     @property
     def finish(self) -> Finish | None:
         """Why the text ended; None as long as it goes on."""
-        return self._outlet.finish
+        return self._buffer.finish
 
     @property
     def message(self) -> str | None:
-        """What there is to say about an end by error."""
-        return self._outlet.message
+        """What went wrong, where a text ended by an error."""
+        return self._buffer.message
 
     def cancel(self) -> None:
-        """The text ends soon; what was written can still be read."""
-        self._outlet.cancel()
+        """The text ends soon; what was generated until then can still be read."""
+        self._buffer.cancel()
 
-    def next(self, timeout: float | None = None) -> Written | None:
+    def next(self, timeout: float | None = None) -> GeneratedToken | None:
         """The next token, or None after the last; TimeoutError if none comes within so many seconds."""
-        outlet = self._outlet
-        with outlet.changed:
-            if not outlet.changed.wait_for(lambda: outlet.written or outlet.finish, timeout):
+        buffer = self._buffer
+        with buffer.changed:
+            if not buffer.changed.wait_for(lambda: buffer.tokens or buffer.finish, timeout):
                 raise TimeoutError(f"no token came within {timeout} seconds")
-            return outlet.written.popleft() if outlet.written else None
+            return buffer.tokens.popleft() if buffer.tokens else None
 
-    def __iter__(self) -> Iterator[Written]:
-        while (written := self.next()) is not None:
-            yield written
+    def __iter__(self) -> Iterator[GeneratedToken]:
+        while (token := self.next()) is not None:
+            yield token
 
-    async def anext(self) -> Written | None:
+    async def anext(self) -> GeneratedToken | None:
         """`next` for a coroutine; `asyncio.timeout` limits it."""
-        outlet = self._outlet
+        buffer = self._buffer
         while True:
             event = asyncio.Event()
             sleeper = (asyncio.get_running_loop(), event)
-            with outlet.changed:
-                if outlet.written:
-                    return outlet.written.popleft()
-                if outlet.finish is not None:
+            with buffer.changed:
+                if buffer.tokens:
+                    return buffer.tokens.popleft()
+                if buffer.finish is not None:
                     return None
-                outlet.sleepers.append(sleeper)
+                buffer.sleepers.append(sleeper)
             try:
                 await event.wait()
             finally:
-                with outlet.changed:
-                    outlet.sleepers = [other for other in outlet.sleepers if other is not sleeper]
+                with buffer.changed:
+                    buffer.sleepers = [other for other in buffer.sleepers if other is not sleeper]
 
-    async def __aiter__(self) -> AsyncIterator[Written]:
-        while (written := await self.anext()) is not None:
-            yield written
+    async def __aiter__(self) -> AsyncIterator[GeneratedToken]:
+        while (token := await self.anext()) is not None:
+            yield token

@@ -15,9 +15,9 @@ from fastapi import FastAPI
 from starlette.routing import BaseRoute
 
 from attractor.serve.http.auth import KeyRing, declared
-from attractor.serve.http.lessons import add_learning_routes
+from attractor.serve.http.lessons import add_lesson_routes
 from attractor.serve.http.metrics import Metrics
-from attractor.serve.http.middleware import Gate
+from attractor.serve.http.middleware import Middleware
 from attractor.serve.http.openai import add_openai_routes
 from attractor.serve.http.replies import add_error_replies
 from attractor.serve.http.settings import ServeSettings
@@ -29,22 +29,26 @@ log = logging.getLogger("attractor")
 
 
 def create_app(service: Service, settings: ServeSettings) -> FastAPI:
-    """The service stays the caller's: it is not closed with the app."""
+    """Make the app of a service. The caller keeps the service: it is not closed with the app."""
     keys = None if settings.keys is None else KeyRing.load(settings.keys)
     app = FastAPI(
-        title="Attractor", version=__version__, openapi_url=None, docs_url=None, redoc_url=None,
+        title="Attractor",
+        version=__version__,
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
         redirect_slashes=False,
-    )  # fmt: skip
+    )
     metrics = Metrics(service)
     add_openai_routes(app, service, settings, metrics)
-    add_learning_routes(app, service, settings, metrics)
+    add_lesson_routes(app, service, settings, metrics)
     add_status_routes(app, service, metrics)
     add_dashboard(app)
     add_error_replies(app)
     if undeclared := [route for route in app.routes if declared(route) is None]:
         raise AssertionError(f"routes without a declared scope: {[_name(route) for route in undeclared]}")
     app.add_middleware(
-        Gate, router=app.router, service=service, settings=settings, keys=keys, metrics=metrics
+        Middleware, router=app.router, service=service, settings=settings, keys=keys, metrics=metrics
     )
     return app
 
@@ -54,12 +58,12 @@ def _name(route: BaseRoute) -> str:
 
 
 class Server(uvicorn.Server):
-    """Ends with its service: texts under way get their time, and whoever waits gets an answer."""
+    """A server that ends with its service: texts under way get their time, and waiting requests a reply."""
 
     def __init__(
         self, config: uvicorn.Config, service: Service, ready: Callable[[int], object] = lambda port: None
     ) -> None:
-        """`ready` is told the port when it can be asked, and not at all if somebody else has it."""
+        """`ready` is called with the port when the server listens, and never where the port is taken."""
         super().__init__(config)
         self.service, self.ready = service, ready
 
@@ -68,23 +72,32 @@ class Server(uvicorn.Server):
         if self.started:
             try:
                 self.ready(self.servers[0].sockets[0].getsockname()[1])
-            except Exception:  # of somebody who only wants to know: the server serves
-                log.exception("the server is ready, and could not say so")
+            except Exception:  # the server serves, whatever became of the announcement
+                log.exception("the server is ready, and announcing it failed")
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
-        log.info("finishing what was begun, and writing a snapshot")
+        log.info("closing: texts and lessons under way are finished")
         closing = asyncio.create_task(asyncio.to_thread(self.service.close))
         await super().shutdown(sockets)
         await closing
 
 
 def uvicorn_config(app: FastAPI, settings: ServeSettings, patience: float = 60.0) -> uvicorn.Config:
-    """With limits on headers, no trust in headers that a proxy would set, and no log of what was asked.
+    """Limit headers, do not trust headers that a proxy would set, and do not log what was asked.
 
-    Requests under way are cut off `patience` seconds after the server was told to end.
+    Requests under way are cut off `patience` seconds after the server began to close.
     """
     return uvicorn.Config(
-        app, host=settings.host, port=settings.port, http="h11", h11_max_incomplete_event_size=32 << 10,
-        proxy_headers=False, server_header=False, access_log=False, log_level="warning", ws="none",
-        timeout_keep_alive=30, timeout_graceful_shutdown=math.ceil(patience),
-    )  # fmt: skip
+        app,
+        host=settings.host,
+        port=settings.port,
+        http="h11",
+        h11_max_incomplete_event_size=32 << 10,
+        proxy_headers=False,
+        server_header=False,
+        access_log=False,
+        log_level="warning",
+        ws="none",
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=math.ceil(patience),
+    )

@@ -1,4 +1,4 @@
-"""Lessons, versions, and taking lessons back."""
+"""The routes that teach, list versions, and take lessons back."""
 
 from typing import Annotated, Any
 
@@ -8,9 +8,8 @@ from fastapi import FastAPI, Path, Query, Request
 from attractor.serve.errors import Busy
 from attractor.serve.http.auth import FIGURES, needs
 from attractor.serve.http.metrics import Metrics
-from attractor.serve.http.middleware import VERSION
 from attractor.serve.http.openai import ERRORS
-from attractor.serve.http.replies import Problem, Reply, problem_of
+from attractor.serve.http.replies import VERSION, Problem, Reply, problem_of
 from attractor.serve.http.schemas import SOURCE, LearnForm, RollbackForm
 from attractor.serve.http.settings import ServeSettings
 from attractor.serve.service import Service
@@ -19,12 +18,12 @@ LEARN_ERRORS: dict[int | str, dict[str, Any]] = {**ERRORS, 409: ERRORS[400]}
 NUMBER = Query(ge=1, lt=1 << 63)
 
 
-def add_learning_routes(app: FastAPI, service: Service, settings: ServeSettings, metrics: Metrics) -> None:
-    # Threads of their own: lessons that wait for the disk keep nobody else waiting.
+def add_lesson_routes(app: FastAPI, service: Service, settings: ServeSettings, metrics: Metrics) -> None:
+    # These have threads of their own, so that lessons that wait do not hold up other requests.
     threads = CapacityLimiter(settings.max_lessons)
 
     async def change(request: Request, work: Any, *arguments: Any, source: str | None = None) -> Reply:
-        """Do something that blocks until it is durable. It goes on when the client leaves."""
+        """Make a change and wait until it is durable. It goes on when the client disconnects."""
         request.state.audit["source"] = source
         try:
             if not threads.available_tokens:
@@ -41,7 +40,7 @@ def add_learning_routes(app: FastAPI, service: Service, settings: ServeSettings,
     @app.post("/v1/learn", responses=LEARN_ERRORS)
     @needs("learn")
     async def learn(form: LearnForm, request: Request) -> Reply:
-        """Learn a text, or several in order; answered when what it changed is durable and in use."""
+        """Learn a text, or several in order. The reply comes when the change is durable and in use."""
         if not service.learning:
             raise Problem(409, "this server does not learn: start it with --learn", code="not_learning")
         texts = [form.text] if form.text is not None else form.texts or []
@@ -60,7 +59,7 @@ def add_learning_routes(app: FastAPI, service: Service, settings: ServeSettings,
     @app.post("/v1/rollback", responses=LEARN_ERRORS)
     @needs("admin")
     async def rollback(form: RollbackForm, request: Request) -> Reply:
-        """Everything is as it was at an earlier version, as a new version."""
+        """Make a new version in which everything is as it was at an earlier one."""
         request.state.audit["to"] = form.version
         return await change(request, service.rollback, form.version, form.idempotency_key)
 
@@ -71,7 +70,7 @@ def add_learning_routes(app: FastAPI, service: Service, settings: ServeSettings,
         request: Request,
         idempotency_key: Annotated[str | None, Query(pattern=r"^[!-~]{1,128}$")] = None,
     ) -> Reply:
-        """Unlearn all that a source taught."""
+        """Forget everything that a source taught."""
         return await change(request, service.forget, source, idempotency_key, source=source)
 
     @app.get("/v1/versions", responses=ERRORS)
@@ -79,7 +78,7 @@ def add_learning_routes(app: FastAPI, service: Service, settings: ServeSettings,
     async def versions(
         limit: Annotated[int, Query(ge=1, le=1000)] = 50, before: Annotated[int | None, NUMBER] = None
     ) -> Reply:
-        """What made each version, newest first."""
+        """List what made each version, the newest first."""
         version = service.version
         lines = await to_thread.run_sync(service.versions, limit, before)
         return Reply({"object": "list", "version": version, "data": lines})
@@ -87,6 +86,6 @@ def add_learning_routes(app: FastAPI, service: Service, settings: ServeSettings,
     @app.get("/v1/overlays", responses=ERRORS)
     @needs(*FIGURES)
     async def overlays() -> Reply:
-        """What is kept of each source."""
+        """Describe what is kept of each source."""
         version = service.version
         return Reply({"version": version, "overlays": await to_thread.run_sync(service.overlays)})

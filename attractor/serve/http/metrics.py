@@ -1,10 +1,11 @@
-"""Figures for Prometheus: what passed through the app, and what the service says of itself when asked.
+"""Figures for Prometheus: what passed through the app, and the figures of the service at each scrape.
 
-Labels are routes as they are declared, never as they are asked for, and no names of sources: both would let
-whoever asks make as many time series as they like.
+Labels are routes as they are declared, never as they are asked for, and never names of sources. Otherwise
+clients could make as many time series as they like.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
@@ -16,7 +17,6 @@ from prometheus_client import (
 )
 from prometheus_client.core import GaugeMetricFamily
 
-from attractor.serve.http.monitor import Monitor
 from attractor.serve.service import Service
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -24,39 +24,54 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 
 
 class Metrics:
-    """In a registry of their own, so that two apps in a process do not meet."""
+    """The figures of one app, in a registry of their own, so that several apps fit into one process."""
 
     def __init__(self, service: Service) -> None:
         self.registry = registry = CollectorRegistry()
         self.requests = Counter(
-            "attractor_requests", "Requests answered.", ["route", "method", "status"], registry=registry
+            "attractor_requests",
+            "Requests that were answered, by route, method and status.",
+            ["route", "method", "status"],
+            registry=registry,
         )
         self.seconds = Histogram(
-            "attractor_request_seconds", "From the first byte of a request to the last of its answer.",
-            ["route"], buckets=SECONDS, registry=registry,
-        )  # fmt: skip
-        self.first_token = Histogram(
-            "attractor_first_token_seconds", "Until the first token was written.", buckets=SECONDS,
+            "attractor_request_seconds",
+            "Seconds from the head of a request to the end of its reply.",
+            ["route"],
+            buckets=SECONDS,
             registry=registry,
-        )  # fmt: skip
-        self.in_flight = Gauge("attractor_requests_in_flight", "Requests being answered.", registry=registry)
-        self.prompt_tokens = Counter("attractor_prompt_tokens", "Tokens of prompts.", registry=registry)
-        self.written_tokens = Counter("attractor_written_tokens", "Tokens written.", registry=registry)
+        )
+        self.first_token = Histogram(
+            "attractor_first_token_seconds",
+            "Seconds from a request to its first token.",
+            buckets=SECONDS,
+            registry=registry,
+        )
+        self.in_flight = Gauge(
+            "attractor_requests_in_flight", "Requests that are being answered now.", registry=registry
+        )
+        self.prompt_tokens = Counter("attractor_prompt_tokens", "Tokens of all prompts.", registry=registry)
+        self.written_tokens = Counter(
+            "attractor_written_tokens", "Tokens that were generated.", registry=registry
+        )
         self.finished = Counter(
-            "attractor_generations", "Texts written, by how they ended.", ["reason"], registry=registry
+            "attractor_generations",
+            "Texts that were generated, by the reason of their end.",
+            ["reason"],
+            registry=registry,
         )
         self.lessons = Counter(
-            "attractor_lessons", "Lessons, by what became of them.", ["outcome"], registry=registry
+            "attractor_lessons", "Lessons, by their outcome.", ["outcome"], registry=registry
         )
-        registry.register(Asked(service))
+        registry.register(ServiceFigures(service))
 
     def text(self) -> bytes:
-        """Asks the service: not for the event loop."""
+        """All figures as text. This asks the service, and so does not belong on the event loop."""
         return generate_latest(self.registry)
 
 
-class Asked:
-    """Asked anew at every scrape."""
+class ServiceFigures:
+    """The figures of the service, which is asked at every scrape."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -70,22 +85,31 @@ class Asked:
                 yield GaugeMetricFamily(f"attractor_{name}", help_text, value=value)
 
 
-def gauges(now: Monitor) -> dict[str, tuple[str, float | None]]:
+def gauges(now: Mapping[str, Any]) -> dict[str, tuple[str, float | None]]:
     queue, overlays = now["queue"], now["overlays"].values()
     last = now["progressive"][-1]["loss"] if now["progressive"] else None
     drift = [each["used"] / each["budget"] for each in now["drift"].values() if each["budget"] > 0]
     return {
-        "version": ("Version of the weights.", now["version"]),
-        "uptime_seconds": ("Since the server started.", now["uptime"]),
-        "learning": ("1 where lessons are taken.", float(now["learning"])),
-        "generating": ("Texts being written.", queue["generating"]),
-        "waiting": ("Texts that wait to be written.", queue["waiting"]),
+        "version": ("The version of the weights.", now["version"]),
+        "uptime_seconds": ("Seconds since the server started.", now["uptime"]),
+        "learning": (
+            "This is 1 where the server takes lessons, and 0 where it does not.",
+            float(now["learning"]),
+        ),
+        "generating": ("Texts that are being generated.", queue["generating"]),
+        "waiting": ("Texts that wait to be generated.", queue["waiting"]),
         "lessons_waiting": ("Lessons that wait or are being learned.", queue["learning"]),
-        "lessons_limit": ("Lessons that may.", queue["limit"]),
-        "tokens_per_second": ("Tokens written per second, lately.", now["tokens_per_second"]),
-        "journal_bytes": ("Size of the journal.", now["journal"]["bytes"]),
-        "overlays": ("Sources that taught something.", len(overlays)),
-        "overlay_bytes": ("Size of all they taught.", sum(each["bytes"] for each in overlays)),
-        "last_lesson_loss": ("Of the newest lesson before it was learned, nats per token.", last),
-        "drift_used": ("The most that any source used of its budget, as a share.", max(drift, default=None)),
+        "lessons_limit": ("The number of lessons that may wait.", queue["limit"]),
+        "tokens_per_second": ("Tokens per second that were generated lately.", now["tokens_per_second"]),
+        "journal_bytes": ("The size of the journal in bytes.", now["journal"]["bytes"]),
+        "overlays": ("The number of sources that taught something.", len(overlays)),
+        "overlay_bytes": (
+            "The size of what all sources taught, in bytes.",
+            sum(each["bytes"] for each in overlays),
+        ),
+        "last_lesson_loss": ("The loss of the newest lesson before it was learned, in nats per token.", last),
+        "drift_used": (
+            "The largest share of its drift budget that any source has used.",
+            max(drift, default=None),
+        ),
     }

@@ -1,8 +1,9 @@
-"""What every request passes before a route sees it, and what is noted when it is answered.
+"""The checks that every request passes before a route sees it, and the record of its reply.
 
-In this order: may it come in, is its body small enough and here in time, is its JSON shallow. Whoever may not
-come in does not get to send a body. Afterwards a line of JSON goes to the logger "attractor.audit" for all
-that changes or writes something, and for all that was turned away: never any text.
+The checks are, in this order: the key and its scopes, the size of the body and the time it takes, and the
+depth of its JSON. The body of a request that is refused by its key is never read. Afterwards one line of JSON
+goes to the logger "attractor.audit" for every request that changes or generates something, and for every
+refusal. It never holds any text.
 """
 
 import asyncio
@@ -19,21 +20,26 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from attractor.serve.http.auth import LOCAL, Key, KeyRing, declared, local_problem
 from attractor.serve.http.metrics import Metrics
-from attractor.serve.http.replies import Problem, problem_of
+from attractor.serve.http.replies import VERSION, Problem, problem_of
 from attractor.serve.http.settings import ServeSettings
 from attractor.serve.service import Service
 
-VERSION = "X-Attractor-Version"
-# No script but ours, and no eval. plotly.js fills an empty <style> by script and sets style attributes; its
-# style sheet for maps, which nobody draws here, is stopped, and the browser's console says so.
+# No script but ours runs, and no eval. plotly.js fills an empty <style> by script and sets style attributes.
+# Its style sheet for maps, which are not drawn here, is stopped, and the browser's console says so.
 EMPTY = "'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='"
 POLICY = "; ".join(
     [
-        "default-src 'none'", "script-src 'self'", f"style-src 'self' {EMPTY}",
-        "style-src-attr 'unsafe-inline'", "connect-src 'self'", "img-src 'self' data:", "base-uri 'none'",
-        "form-action 'none'", "frame-ancestors 'none'",
+        "default-src 'none'",
+        "script-src 'self'",
+        f"style-src 'self' {EMPTY}",
+        "style-src-attr 'unsafe-inline'",
+        "connect-src 'self'",
+        "img-src 'self' data:",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
     ]
-)  # fmt: skip
+)
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -49,11 +55,17 @@ OTHERS = bytes(set(range(256)) - set(b"[]{}"))
 audit = logging.getLogger("attractor.audit")
 
 
-class Gate:
+class Middleware:
     def __init__(
-        self, app: ASGIApp, *, router: Router, service: Service, settings: ServeSettings,
-        keys: KeyRing | None, metrics: Metrics,
-    ) -> None:  # fmt: skip
+        self,
+        app: ASGIApp,
+        *,
+        router: Router,
+        service: Service,
+        settings: ServeSettings,
+        keys: KeyRing | None,
+        metrics: Metrics,
+    ) -> None:
         self.app, self.router, self.service, self.settings = app, router, service, settings
         self.keys, self.metrics = keys, metrics
 
@@ -62,18 +74,18 @@ class Gate:
             return await self.app(scope, receive, send)
         if scope["type"] != "http":  # there are no websockets here
             return await send({"type": "websocket.close", "code": 1008})
-        passage = Passage(self, scope, receive, send)
+        exchange = Exchange(self, scope, receive, send)
         with self.metrics.in_flight.track_inprogress():
-            await passage.run()
+            await exchange.run()
 
 
-class Passage:
-    """One request's way through the gate."""
+class Exchange:
+    """A request and its reply."""
 
-    def __init__(self, gate: Gate, scope: Scope, receive: Receive, send: Send) -> None:
-        self.gate, self.scope, self._receive, self._send = gate, scope, receive, send
+    def __init__(self, middleware: Middleware, scope: Scope, receive: Receive, send: Send) -> None:
+        self.middleware, self.scope, self._receive, self._send = middleware, scope, receive, send
         self.headers, self.method = Headers(scope=scope), scope["method"]
-        self.route = find_route(gate.router, scope)
+        self.route = find_route(middleware.router, scope)
         self.name = getattr(self.route, "path", "unmatched")
         self.key: Key | None = None
         self.status: int | None = None
@@ -85,18 +97,18 @@ class Passage:
 
     async def run(self) -> None:
         try:
-            self._let_in()
+            self._authorize()
             await self._read()
-            await self.gate.app(self.scope, self.receive, self.send)
+            await self.middleware.app(self.scope, self.receive, self.send)
         except Exception as error:
-            if self.status is not None:  # the beginning of an answer is out: cutting it is all that is left
+            if self.status is not None:  # the reply has begun, and can only be cut off
                 raise
             await problem_of(error).reply()(self.scope, self.receive, self.send)
         finally:
             self._note()
 
-    def _let_in(self) -> None:
-        scopes, keys = declared(self.route), self.gate.keys
+    def _authorize(self) -> None:
+        scopes, keys = declared(self.route), self.middleware.keys
         if keys is None:
             if problem := local_problem(self.method, self.headers):
                 raise Problem(403, problem, code="not_local")
@@ -104,21 +116,23 @@ class Passage:
         else:
             self.key = keys.find(self.headers.get("authorization"))
         if self.route is None or scopes == frozenset():
-            return  # nothing there, or open
+            return  # there is no such route, or it is open
         if self.key is None:
             raise Problem(
-                401, "this needs a key: send the header Authorization: Bearer KEY", code="invalid_api_key",
+                401,
+                "this needs a key: send the header Authorization: Bearer KEY",
+                code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
-            )  # fmt: skip
+            )
         if scopes is None or not scopes & self.key.scopes:
-            wanted = " or ".join(sorted(scopes or ["(nobody's)"]))
+            wanted = " or ".join(sorted(scopes or ["(none)"]))
             raise Problem(403, f"this key may not do that: it needs the scope {wanted}", code="missing_scope")
 
     async def _read(self) -> None:
-        """The whole body, so that no route waits for a slow one or holds a large one."""
+        """Read the whole body, so that no route waits for a slow one or holds a large one."""
         if self.method in ("GET", "HEAD", "OPTIONS"):
             return
-        limit, seconds = self.gate.settings.max_body, self.gate.settings.body_timeout
+        limit, seconds = self.middleware.settings.max_body, self.middleware.settings.body_timeout
         too_large = Problem(413, f"the body is larger than {limit:,} bytes: send less", code="too_large")
         length = self.headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > limit:
@@ -129,14 +143,16 @@ class Passage:
                 while True:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
-                        raise Problem(400, "the client left before its request was here")
+                        raise Problem(400, "the client disconnected before its request was complete")
                     body += message.get("body", b"")
                     if len(body) > limit:
                         raise too_large
                     if not message.get("more_body", False):
                         break
         except TimeoutError:
-            raise Problem(408, f"the body was not here after {seconds:g} seconds", code="timeout") from None
+            raise Problem(
+                408, f"the body did not arrive within {seconds:g} seconds", code="timeout"
+            ) from None
         self._check(body)
         self.body = bytes(body)
 
@@ -144,11 +160,11 @@ class Passage:
         if not body:
             return
         kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # what a form of another site could send as well is not taken
+        if kind != "application/json":  # a form on a page of another site cannot send this type
             raise Problem(415, "the body must be JSON, with Content-Type: application/json")
-        if too_deep(body, self.gate.settings.max_depth):
+        if too_deep(body, self.middleware.settings.max_depth):
             raise Problem(
-                400, f"the body is not JSON, or more than {self.gate.settings.max_depth} levels deep"
+                400, f"the body is not JSON, or more than {self.middleware.settings.max_depth} levels deep"
             )
 
     async def receive(self) -> Message:
@@ -164,12 +180,12 @@ class Passage:
             for name, value in HEADERS.items():
                 headers.setdefault(name, value)
             headers.setdefault("Cache-Control", "no-store")
-            headers.setdefault(VERSION, str(self.gate.service.version))
+            headers.setdefault(VERSION, str(self.middleware.service.version))
             self.version = headers[VERSION]
         await self._send(message)
 
     def _note(self) -> None:
-        status, metrics = self.status or 499, self.gate.metrics  # 499: nobody was there to be answered
+        status, metrics = self.status or 499, self.middleware.metrics  # 499: the client had disconnected
         method = self.method if self.method in ("GET", "POST", "DELETE") else "other"
         metrics.requests.labels(self.name, method, str(status)).inc()
         metrics.seconds.labels(self.name).observe(time.perf_counter() - self.started)
@@ -188,7 +204,7 @@ class Passage:
 
 
 def find_route(router: Router, scope: Scope) -> BaseRoute | None:
-    """The route that will answer, or that has this path and would for another method."""
+    """The route of a request, or a route that has its path for another method."""
     partial = None
     for route in router.routes:
         match, _ = route.matches(scope)
@@ -202,7 +218,7 @@ def find_route(router: Router, scope: Scope) -> BaseRoute | None:
 def too_deep(body: bytes | bytearray, limit: int) -> bool:
     """Whether brackets outside strings are nested deeper than this, or do not match.
 
-    Each round takes the innermost pairs away: a few passes at the speed of memory, however many there are.
+    Each round removes the innermost pairs, in one pass at the speed of memory, however many there are.
     """
     brackets = STRING.sub(b"", body).translate(BRACKETS, OTHERS)
     for _ in range(limit):

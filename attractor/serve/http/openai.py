@@ -1,9 +1,12 @@
-"""Models, completions and chats, as OpenAI's clients ask for them."""
+"""Models, completions and chats, as OpenAI's clients ask for them and read the replies."""
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+import uuid
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -11,15 +14,22 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from attractor.serve.decode.detokenize import CHATS
+from attractor.serve.decode.detokenize import Piece, TokenText
 from attractor.serve.http.auth import needs
-from attractor.serve.http.generation import Batch, Gone, Prompt, check_size, fit, path_of, unless_gone
+from attractor.serve.http.generation import (
+    Choice,
+    Disconnected,
+    Generation,
+    Prompt,
+    check_size,
+    fit,
+    path_of,
+    while_connected,
+)
 from attractor.serve.http.metrics import Metrics
-from attractor.serve.http.middleware import VERSION
-from attractor.serve.http.replies import Problem, Reply, problem_of, to_json
-from attractor.serve.http.schemas import ChatForm, CompletionForm, ErrorReply, Generation
+from attractor.serve.http.replies import VERSION, Problem, Reply, problem_of, to_json
+from attractor.serve.http.schemas import ChatForm, CompletionForm, ErrorReply, GenerationForm
 from attractor.serve.http.settings import ServeSettings
-from attractor.serve.http.shapes import ChatShape, CompletionShape, Shape
 from attractor.serve.service import Service
 
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -34,9 +44,191 @@ STREAM: dict[int | str, dict[str, Any]] = {
 }
 
 
+# --- chats
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """How messages become one text. `stops` end an answer, and `marks` may not occur in a message."""
+
+    turns: Mapping[str, tuple[str, str]]  # role -> what stands before and after a message
+    answer: str
+    stops: tuple[str, ...]
+    marks: tuple[str, ...] = ()
+
+    def prompt(self, messages: Sequence[tuple[str, str]]) -> str:
+        parts = []
+        for role, content in messages:
+            if found := [mark for mark in self.marks if mark in content]:
+                raise ValueError(f"a message contains {found[0]!r}, which divides messages: leave it out")
+            before, after = self.turns["system" if role == "developer" else role]
+            parts.append(before + content + after)
+        return "".join(parts) + self.answer
+
+
+CHAT_TEMPLATES: Mapping[str, ChatTemplate] = MappingProxyType(
+    {
+        "transcript": ChatTemplate(
+            {"system": ("", "\n\n"), "user": ("User: ", "\n"), "assistant": ("Assistant: ", "\n")},
+            "Assistant:",
+            ("\nUser:", "\nAssistant:"),
+        ),
+        "chatml": ChatTemplate(
+            {role: (f"<|im_start|>{role}\n", "<|im_end|>\n") for role in ("system", "user", "assistant")},
+            "<|im_start|>assistant\n",
+            ("<|im_end|>", "<|im_start|>"),
+            ("<|im_end|>", "<|im_start|>"),
+        ),
+    }
+)
+
+
+# --- replies
+
+
+class ReplyFormat:
+    """How the texts of a request are written in its reply: whole or in chunks."""
+
+    kind: str
+    prefix: str
+    chunk_kind: str
+
+    def __init__(self, form: GenerationForm) -> None:
+        self.form = form
+        self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
+        self._opened: set[int] = set()
+        self.wants_usage = form.stream_options is not None and form.stream_options.include_usage
+
+    def frame(self, versions: Sequence[int], choices: list[dict[str, Any]], chunk: bool) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": self.chunk_kind if chunk else self.kind,
+            "created": self.created,
+            "model": self.form.model,
+            "system_fingerprint": ",".join(f"v{version}" for version in versions),
+            "choices": choices,
+        }
+
+    def whole(self, texts: Generation) -> dict[str, Any]:
+        choices = [self.choice(choice) | self.extension(choice, choice.tokens) for choice in texts.choices]
+        return self.frame(texts.versions, choices, chunk=False) | {"usage": texts.usage}
+
+    def chunks(self, choice: Choice, piece: Piece | None) -> list[dict[str, Any]]:
+        opening = None if choice.index in self._opened else self.opening(choice)
+        self._opened.add(choice.index)
+        worth_it = piece is None or piece.text or piece.tokens
+        return ([] if opening is None else [opening]) + ([self.chunk(choice, piece)] if worth_it else [])
+
+    def chunk(self, choice: Choice, piece: Piece | None) -> dict[str, Any]:
+        part = self.part(choice, piece) | self.extension(choice, [] if piece is None else piece.tokens)
+        return self.frame([choice.version], [part], chunk=True)
+
+    def extension(self, choice: Choice, tokens: Sequence[TokenText]) -> dict[str, Any]:
+        ours: dict[str, Any] = {"version": choice.version}
+        if self.form.attractor.paths:
+            ours["tokens"] = [{"text": each.text, "shares": each.generated.shares} for each in tokens]
+        return {"attractor": ours}
+
+    def opening(self, choice: Choice) -> dict[str, Any] | None:
+        """The chunk that goes before the first text of a choice, if there is one."""
+        raise NotImplementedError
+
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def part(self, choice: Choice, piece: Piece | None) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class CompletionReplyFormat(ReplyFormat):
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
+    form: CompletionForm
+
+    def _part(
+        self, index: int, text: str, reason: str | None, tokens: Sequence[TokenText], start: int = 0
+    ) -> dict[str, Any]:
+        logprobs = None
+        if self.form.logprobs is not None:
+            offsets, at = [], start
+            for each in tokens:
+                offsets.append(at)
+                at += len(each.text)
+            logprobs = {
+                "tokens": [each.text for each in tokens],
+                "token_logprobs": [each.generated.logprob for each in tokens],
+                "top_logprobs": None,
+                "text_offset": offsets,
+            }
+        return {"index": index, "text": text, "finish_reason": reason, "logprobs": logprobs}
+
+    def opening(self, choice: Choice) -> dict[str, Any] | None:
+        if not self.form.echo:
+            return None
+        part = self._part(choice.index, choice.prompt.text or "", None, [])
+        return self.frame([choice.version], [part], chunk=True)
+
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        prompt = (choice.prompt.text or "") if self.form.echo else ""
+        return self._part(choice.index, prompt + choice.text, choice.reason, choice.tokens)
+
+    def part(self, choice: Choice, piece: Piece | None) -> dict[str, Any]:
+        if piece is None:
+            return self._part(choice.index, "", choice.reason, [])
+        before = len(choice.text) - sum(len(each.text) for each in piece.tokens)
+        return self._part(choice.index, piece.text, None, piece.tokens, max(0, before))
+
+
+class ChatReplyFormat(ReplyFormat):
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    prefix = "chatcmpl"
+    form: ChatForm
+
+    def _logprobs(self, tokens: Sequence[TokenText]) -> dict[str, Any] | None:
+        if not self.form.logprobs:
+            return None
+        content = [
+            {
+                "token": each.text,
+                "logprob": each.generated.logprob,
+                "bytes": list(each.text.encode("utf-8", "replace")),
+                "top_logprobs": [],
+            }
+            for each in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+    def opening(self, choice: Choice) -> dict[str, Any] | None:
+        delta = {"role": "assistant", "content": ""}
+        part = {"index": choice.index, "delta": delta, "finish_reason": None, "logprobs": None}
+        return self.frame([choice.version], [part], chunk=True)
+
+    def choice(self, choice: Choice) -> dict[str, Any]:
+        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        return {
+            "index": choice.index,
+            "message": message,
+            "finish_reason": choice.reason,
+            "logprobs": self._logprobs(choice.tokens),
+        }
+
+    def part(self, choice: Choice, piece: Piece | None) -> dict[str, Any]:
+        if piece is None:
+            return {"index": choice.index, "delta": {}, "finish_reason": choice.reason, "logprobs": None}
+        return {
+            "index": choice.index,
+            "delta": {"content": piece.text},
+            "finish_reason": None,
+            "logprobs": self._logprobs(piece.tokens),
+        }
+
+
+# --- routes
+
+
 def add_openai_routes(app: FastAPI, service: Service, settings: ServeSettings, metrics: Metrics) -> None:
     started = int(time.time())
-    chat_format = CHATS[settings.chat]
+    template = CHAT_TEMPLATES[settings.chat]
 
     def described(name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": started, "owned_by": "attractor"}
@@ -59,7 +251,7 @@ def add_openai_routes(app: FastAPI, service: Service, settings: ServeSettings, m
         limit = form.max_tokens or 16
         check_size(form, number_of_prompts(form), limit, settings)
         prompts = await run_in_threadpool(completion_prompts, service, settings, form)
-        return await answer(request, form, prompts, limit, form.stop or [], CompletionShape(form))
+        return await answer(request, form, prompts, limit, form.stop or [], CompletionReplyFormat(form))
 
     @app.post("/v1/chat/completions", responses=STREAM)
     @needs("generate")
@@ -69,61 +261,65 @@ def add_openai_routes(app: FastAPI, service: Service, settings: ServeSettings, m
         check_size(form, 1, limit, settings)
         messages = [(message.role, message.text) for message in form.messages]
         with blaming("messages"):
-            text = chat_format.prompt(messages)
+            text = template.prompt(messages)
         prompts = await run_in_threadpool(read_prompts, service, settings, form, [text], "messages")
-        stops = [*(form.stop or []), *chat_format.stops]
-        return await answer(request, form, prompts, limit, stops, ChatShape(form))
+        stops = [*(form.stop or []), *template.stops]
+        return await answer(request, form, prompts, limit, stops, ChatReplyFormat(form))
 
     async def answer(
-        request: Request, form: Generation, prompts: list[Prompt], limit: int, stops: Sequence[str],
-        shape: Shape,
-    ) -> Response:  # fmt: skip
-        batch = Batch(service, metrics, form.model)
+        request: Request,
+        form: GenerationForm,
+        prompts: list[Prompt],
+        limit: int,
+        stops: Sequence[str],
+        reply_format: ReplyFormat,
+    ) -> Response:
+        texts = Generation(service, metrics, form.model)
         try:
             try:
-                batch.submit(form, prompts, limit, stops)
+                texts.submit(form, prompts, limit, stops)
             except ValueError as error:
                 raise problem_of(error) from error
             if form.stream:
-                return await _stream(request, batch, shape)
-            await unless_gone(request, _all(batch))
-            versions = ",".join(str(version) for version in batch.versions)
-            reply = shape.whole(batch)
-            batch.done()
+                return await _stream(request, texts, reply_format)
+            await while_connected(request, _all(texts))
+            versions = ",".join(str(version) for version in texts.versions)
+            reply = reply_format.whole(texts)
+            texts.done()
             return Reply(reply, headers={VERSION: versions})
-        except Gone:
-            batch.done()
-            return Reply({}, 499)  # nobody reads it
+        except Disconnected:
+            texts.done()
+            return Reply({}, 499)  # there is no client any more
         except BaseException:
-            batch.done()
+            texts.done()
             raise
 
 
-async def _all(batch: Batch) -> None:
-    async for _ in batch.pieces():
+async def _all(texts: Generation) -> None:
+    async for _ in texts.pieces():
         pass
 
 
-async def _stream(request: Request, batch: Batch, shape: Shape) -> Response:
-    """Begins when there is a first token, so that an error before it is an answer of its own."""
-    pieces = batch.pieces()
-    first = await unless_gone(request, anext(pieces))
+async def _stream(request: Request, texts: Generation, reply_format: ReplyFormat) -> Response:
+    """Begin the reply with the first token, so that an error before it is a reply of its own."""
+    pieces = texts.pieces()
+    first = await while_connected(request, anext(pieces))
 
     async def events() -> AsyncGenerator[str, None]:
         async with aclosing(pieces):
             try:
-                for chunk in shape.chunks(*first):
+                for chunk in reply_format.chunks(*first):
                     yield event(chunk)
                 async for choice, piece in pieces:
-                    for chunk in shape.chunks(choice, piece):
+                    for chunk in reply_format.chunks(choice, piece):
                         yield event(chunk)
-                if shape.wants_usage:
-                    yield event(shape.frame(batch.versions, [], chunk=True) | {"usage": batch.usage})
+                if reply_format.wants_usage:
+                    yield event(reply_format.frame(texts.versions, [], chunk=True) | {"usage": texts.usage})
             except Exception as error:
                 yield event(problem_of(error).content)
         yield "data: [DONE]\n\n"
 
-    return EventStream(batch, events(), headers={VERSION: str(first[0].version)})
+    return EventStream(texts, events(), headers={VERSION: str(first[0].version)})
 
 
 def event(content: dict[str, Any]) -> str:
@@ -131,19 +327,21 @@ def event(content: dict[str, Any]) -> str:
 
 
 class EventStream(StreamingResponse):
-    """Ends its texts when it ends, however it does."""
+    """A stream of events that ends the texts of its request when it ends, however it does."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, batch: Batch, content: AsyncGenerator[str, None], headers: dict[str, str]) -> None:
+    def __init__(
+        self, texts: Generation, content: AsyncGenerator[str, None], headers: dict[str, str]
+    ) -> None:
         super().__init__(content, headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"} | headers)
-        self._batch, self._content = batch, content
+        self._texts, self._content = texts, content
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self._batch.done()
+            self._texts.done()
             await asyncio.shield(self._content.aclose())
 
 
@@ -169,7 +367,7 @@ def completion_prompts(service: Service, settings: ServeSettings, form: Completi
 
 
 def read_prompts(
-    service: Service, settings: ServeSettings, form: Generation, texts: Sequence[str], param: str
+    service: Service, settings: ServeSettings, form: GenerationForm, texts: Sequence[str], param: str
 ) -> list[Prompt]:
     with blaming(param):
         prompts = [Prompt(service.tokenizer.encode(text).tolist(), text) for text in texts]
@@ -178,7 +376,7 @@ def read_prompts(
 
 @contextmanager
 def blaming(param: str) -> Iterator[None]:
-    """A ValueError in here is the fault of this parameter."""
+    """Turn a ValueError of this block into an error about this parameter."""
     try:
         yield
     except ValueError as error:

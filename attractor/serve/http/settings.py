@@ -1,4 +1,4 @@
-"""Every option of the HTTP side of a server."""
+"""The options of the HTTP side of a server."""
 
 import dataclasses
 import ipaddress
@@ -15,35 +15,41 @@ class ServeSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     keys: str | Path | None = None
-    """A file of keys (`attractor.serve.http.auth.add_key`). Without it only this machine may ask."""
+    """A file of keys (`attractor.serve.http.auth.add_key`). Without it only this machine is answered."""
     chat: ChatName = "transcript"
-    """How messages become a prompt: a plain transcript, or the marks that instruction-tuned models know."""
+    """How messages become a prompt: as a transcript, or with the marks of instruction-tuned models."""
 
     max_body: int = 4 << 20
-    """Bytes of a request."""
+    """The largest body of a request, in bytes."""
     body_timeout: float = 30.0
-    """Seconds until a request must be here whole."""
+    """The seconds within which the whole body of a request must arrive."""
     max_depth: int = 16
-    """Lists and objects within each other."""
+    """How deep lists and objects may be nested in a body."""
     max_prompt_tokens: int = 65536
-    """Of all prompts of a request together, before any is shortened to the model's context."""
+    """The most tokens of all prompts of a request together, before any is cut to the context."""
     max_tokens: int = 4096
-    """That a request may ask for, each time."""
+    """The most tokens that a request may ask for, for each of its texts."""
     default_max_tokens: int = 256
-    """Of a chat that does not say; a completion that does not say gets 16, as that interface has it."""
+    """The tokens of a chat that does not ask for a number. A completion gets 16, as with OpenAI."""
     max_choices: int = 16
-    """Prompts of a request times its n."""
+    """The most texts of a request: the number of its prompts times its n."""
     max_texts: int = 256
-    """Of a lesson."""
+    """The most texts of a lesson."""
     max_lessons: int = 64
-    """That may wait for their answers at once."""
+    """The most lessons that wait for their replies at the same time."""
 
     def __post_init__(self) -> None:
         check_choice("chat", self.chat, get_args(ChatName))
         for name in (
-            "max_body", "max_depth", "max_prompt_tokens", "max_tokens", "default_max_tokens", "max_choices",
-            "max_texts", "max_lessons",
-        ):  # fmt: skip
+            "max_body",
+            "max_depth",
+            "max_prompt_tokens",
+            "max_tokens",
+            "default_max_tokens",
+            "max_choices",
+            "max_texts",
+            "max_lessons",
+        ):
             check_size(name, getattr(self, name))
         if type(self.port) is not int or not 0 <= self.port < 1 << 16:
             raise ValueError(f"port={self.port!r} must be an integer, 0 to 65535")
