@@ -117,6 +117,14 @@ def test_written_says_who_wrote():
         assert set(recent[0]["posterior"]) == {"base", "x"}
 
 
+@pytest.mark.parametrize("numbers", [{"temperature": 1e-40}, {"temperature": 1e-30}, {"top_p": 1e-320}])
+def test_numbers_that_underflow_choose_the_likeliest_token(numbers):
+    with Engine(PUBLICATION) as engine:
+        stream = engine.submit(Job([3, 4], max_tokens=20, **numbers))
+        assert tokens_of(stream) == alone(Job([3, 4], max_tokens=20, temperature=0.0))
+        assert stream.finish == "length"
+
+
 def test_stop_tokens_end_a_text_and_are_not_handed_out():
     job = Job([3, 4], max_tokens=30, temperature=1.0, seed=5)
     wanted = alone(job)

@@ -20,6 +20,10 @@ PIECE = 256
 """The number of tokens of a prompt, on all paths, that are read before other texts get their turn."""
 
 
+SMALLEST = 1e-30
+"""Log-probabilities divided by this are finite in float32, and this times a probability is not 0."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Publication:
     """A version of the weights that is never changed again. Paths and settings are those of a `Guard`."""
@@ -54,12 +58,22 @@ class Publication:
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. The settings mean what they mean in `attractor.generate`."""
+    """How tokens are drawn. The settings mean what they mean in `attractor.generate`.
+
+    Numbers that float32 does not hold are replaced by their limits: temperature 0, or the likeliest token
+    alone, which every smaller `top_p` selects as well.
+    """
 
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
     seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.temperature < SMALLEST:
+            object.__setattr__(self, "temperature", 0.0)
+        if self.top_p is not None:
+            object.__setattr__(self, "top_p", max(self.top_p, SMALLEST))
 
     def generator(self, device: torch.device) -> torch.Generator:
         random = torch.Generator(device)
