@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from attractor.serve.decode.engine import Job
@@ -61,6 +62,7 @@ class FakeService:
 
     def __init__(self) -> None:
         self.tokenizer = ByteTokenizer()
+        self.writer = ThreadPoolExecutor(1)
         self.version = 0
         self.sources: dict[str, int] = {}  # source -> tokens it saw
         self.history: list[dict[str, Any]] = []
@@ -110,6 +112,9 @@ class FakeService:
         return {path: weight / sum(weights) for path, weight in zip(self.paths(), weights, strict=True)}
 
     # --- learning
+
+    def begin(self, verb: str, *arguments: Any) -> Future[dict[str, Any]]:
+        return self.writer.submit(getattr(self, verb), *arguments)
 
     def _change(self, kind: str, key: str | None, answer: dict[str, Any], **line: Any) -> dict[str, Any]:
         if self.problem is not None:

@@ -19,7 +19,7 @@ from starlette.testclient import TestClient
 from attractor.serve.http import app as app_module
 from attractor.serve.http.app import create_app
 from attractor.serve.http.auth import SCOPES, Key, KeyRing, add_key, declared, local_problem, needs, new_key
-from attractor.serve.http.middleware import too_deep
+from attractor.serve.http.middleware import json_problem
 from attractor.serve.http.settings import ServeSettings, is_loopback
 
 SCOPES_OF = {
@@ -315,7 +315,7 @@ def depth(value):
 
 @given(nested, st.integers(1, 6))
 def test_depth_of_json(value, limit):
-    assert too_deep(json.dumps(value).encode(), limit) == (depth(value) > limit)
+    assert (json_problem(json.dumps(value).encode(), limit, 1000) is not None) == (depth(value) > limit)
 
 
 def test_bodies_that_are_not_what_they_should_be(service):

@@ -283,15 +283,16 @@ def test_too_many_lessons_are_told_to_wait(tmp_path: Path) -> None:
     with serve(tmp_path, limits=Limits(drain=0.5, lessons=1)) as service:
         hold, began = threading.Event(), threading.Event()
 
-        def slow() -> dict[str, object]:
+        def slow(*_: object) -> dict[str, object]:
             began.set()
             hold.wait()
             return {"repeated": True}
 
-        waiting = threading.Thread(target=lambda: service._call(slow))
+        service.teacher.learn = slow  # type: ignore[method-assign]
+        waiting = threading.Thread(target=lambda: service.learn([FOX], "fox"))
         waiting.start()
         began.wait()
-        with pytest.raises(Busy, match="1 lessons wait") as busy:
+        with pytest.raises(Busy, match="1 calls wait") as busy:
             service.learn([FOX], "fox")
         assert busy.value.retry_after >= 1
         back = threading.Thread(target=lambda: service.rollback(0))  # there are places for taking back

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from starlette.routing import BaseRoute
 
 from attractor.serve.http.auth import KeyRing, declared
+from attractor.serve.http.connections import limit_logs, limited
 from attractor.serve.http.lessons import add_lesson_routes
 from attractor.serve.http.metrics import Metrics
 from attractor.serve.http.middleware import Middleware
@@ -83,21 +84,24 @@ class Server(uvicorn.Server):
 
 
 def uvicorn_config(app: FastAPI, settings: ServeSettings, patience: float = 60.0) -> uvicorn.Config:
-    """Limit headers, do not trust headers that a proxy would set, and do not log what was asked.
+    """Limit connections, headers and logs, trust no headers of a proxy, and do not log what was asked.
 
     Requests under way are cut off `patience` seconds after the server began to close.
     """
-    return uvicorn.Config(
+    config = uvicorn.Config(
         app,
         host=settings.host,
         port=settings.port,
-        http="h11",
+        http=limited(settings),
+        backlog=64,  # so many are accepted before they are counted
         h11_max_incomplete_event_size=32 << 10,
         proxy_headers=False,
         server_header=False,
         access_log=False,
         log_level="warning",
         ws="none",
-        timeout_keep_alive=30,
+        timeout_keep_alive=math.ceil(settings.idle_timeout),
         timeout_graceful_shutdown=math.ceil(patience),
     )
+    limit_logs("attractor", "asyncio", "uvicorn.error")
+    return config

@@ -12,7 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from attractor.serve.errors import Busy, Refused, Unavailable
+from attractor.serve.errors import Busy, KeyReused, Refused, Unavailable
 
 VERSION = "X-Attractor-Version"
 PATH = re.compile(r"""(?<![\w:/.<])(?:~|\.{0,2})/[^\s'",;:)]+""")
@@ -100,6 +100,8 @@ def problem_of(error: Exception, *, wrong: int = 400) -> Problem:
             return Problem(409, str(error), code="lesson_refused", figures=error.figures)
         case Unavailable():
             return Problem(503, str(error), code="learning_unavailable")
+        case KeyReused():
+            return Problem(422, str(error), param="idempotency_key", code="idempotency_key_reused")
         case ValueError():
             return Problem(wrong, str(error))
     log.error("a request failed", exc_info=error)

@@ -1,12 +1,13 @@
 """The forms of requests. A parameter that the server cannot honour is refused by name."""
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from attractor.serve.http.replies import Problem
 
+MOST_FIELDS = 64
 SOURCE = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 REFUSED: dict[str, Callable[[Any], bool]] = {
     "audio": lambda value: False,
@@ -36,6 +37,9 @@ def _one_of(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+Element = TypeVar("Element")
+List = Annotated[list[Element], Field(fail_fast=True)]
+"""A list of which only the first error is reported: there may be as many as elements."""
 Text = Annotated[str, AfterValidator(_unicode)]
 Token = Annotated[int, Field(ge=0)]
 Stop = Annotated[str, AfterValidator(_unicode), Field(min_length=1, max_length=256)]
@@ -45,6 +49,13 @@ Source = Annotated[str, Field(pattern=SOURCE)]
 
 class Form(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def not_too_many(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and len(fields) > MOST_FIELDS:
+            raise ValueError(f"{len(fields)} parameters; at most {MOST_FIELDS}")
+        return fields
 
 
 class Extension(Form):
@@ -65,7 +76,7 @@ class GenerationForm(Form):
     top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
     top_k: int | None = Field(default=None, ge=1, le=1 << 31, description="Ours")
     n: int | None = Field(default=None, ge=1, le=128)
-    stop: Annotated[list[Stop], BeforeValidator(_one_of), Field(max_length=4)] | None = None
+    stop: Annotated[List[Stop], BeforeValidator(_one_of), Field(max_length=4)] | None = None
     seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -100,7 +111,7 @@ class GenerationForm(Form):
 
 
 class CompletionForm(GenerationForm):
-    prompt: Text | list[Text] | list[Token] | list[list[Token]]
+    prompt: Text | List[Text] | List[Token] | List[List[Token]]
     echo: bool = False
     logprobs: int | None = Field(
         default=None, ge=0, description="Only 0 is supported: the log-probability of the chosen token"
@@ -129,7 +140,7 @@ class TextPart(Form):
 
 class Message(Form):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
+    content: Text | List[TextPart]
     name: Any = Field(default=None, description="Ignored")
     refusal: Any = Field(default=None, description="Ignored")
 
@@ -141,14 +152,14 @@ class Message(Form):
 
 
 class ChatForm(GenerationForm):
-    messages: list[Message] = Field(min_length=1, max_length=1024)
+    messages: List[Message] = Field(min_length=1, max_length=1024)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
 
 
 class LearnForm(Form):
     text: Text | None = None
-    texts: list[Text] | None = Field(default=None, min_length=1)
+    texts: List[Text] | None = Field(default=None, min_length=1)
     source: Source
     idempotency_key: IdempotencyKey | None = None
 

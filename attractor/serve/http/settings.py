@@ -23,6 +23,12 @@ class ServeSettings:
     """The largest body of a request, in bytes."""
     body_timeout: float = 30.0
     """The seconds within which the whole body of a request must arrive."""
+    idle_timeout: float = 30.0
+    """The seconds within which a connection must send the head of its next request, or read its reply."""
+    max_connections: int = 512
+    """The most connections at once; fewer where the process may open few files."""
+    max_values: int = 1 << 17
+    """The most numbers, texts, lists and objects in a body."""
     max_depth: int = 16
     """How deep lists and objects may be nested in a body."""
     max_prompt_tokens: int = 65536
@@ -35,8 +41,6 @@ class ServeSettings:
     """The most texts of a request: the number of its prompts times its n."""
     max_texts: int = 256
     """The most texts of a lesson."""
-    max_lessons: int = 64
-    """The most lessons that wait for their replies at the same time."""
 
     def __post_init__(self) -> None:
         check_choice("chat", self.chat, get_args(ChatName))
@@ -48,12 +52,14 @@ class ServeSettings:
             "default_max_tokens",
             "max_choices",
             "max_texts",
-            "max_lessons",
+            "max_connections",
+            "max_values",
         ):
             check_size(name, getattr(self, name))
         if type(self.port) is not int or not 0 <= self.port < 1 << 16:
             raise ValueError(f"port={self.port!r} must be an integer, 0 to 65535")
-        check_number("body_timeout", self.body_timeout, "a number above 0", lambda seconds: seconds > 0)
+        for name in ("body_timeout", "idle_timeout"):
+            check_number(name, getattr(self, name), "a number above 0", lambda seconds: seconds > 0)
         if self.keys is None and not is_loopback(self.host):
             raise ValueError(
                 f"host={self.host!r} can be reached from other machines, and there are no keys: give keys=, "
