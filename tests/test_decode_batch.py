@@ -1,4 +1,4 @@
-"""Rows that are written together are what they would be alone, whoever joins and leaves beside them."""
+"""Texts that are generated together are what they would be alone, whatever joins and leaves beside them."""
 
 import importlib.util
 
@@ -158,7 +158,7 @@ def test_retrofitted_models_write_together():
 
 
 @torch.no_grad()
-def test_what_a_row_leaves_behind_harms_nobody():
+def test_what_a_row_leaves_behind_harms_no_other():
     """A diverged row's NaN, in memory that another row gets and does not fill."""
     model, joint = model_of(0), RaggedCache()
     model(torch.tensor([random_text(10, 0)]), cache=joint)
@@ -223,7 +223,7 @@ def test_rows_are_what_they_would_be_alone(plans):
 
 
 class Replay:
-    """A guard that reads what somebody wrote, in the order of `generate`."""
+    """A guard that reads a text that was generated, in the order of `generate`."""
 
     def __init__(self, guard, prompt):
         self.guard, self.context = guard, guard.config.context

@@ -1,4 +1,4 @@
-"""The engine: many threads ask, one writes; nobody waits for ever, and no text mixes versions."""
+"""The engine: many threads ask, one generates; no reader waits for ever, and no text mixes versions."""
 
 import asyncio
 import gc
@@ -232,7 +232,7 @@ def test_cancelling(gated, gate):
         assert third.finish == "length"
 
 
-def test_who_drops_a_ticket_wants_no_more():
+def test_a_stream_without_a_reader_is_cancelled():
     with Engine(PUBLICATION) as engine:
         stream = engine.submit(Job([1], max_tokens=10**6))
         for _ in stream:
@@ -245,7 +245,7 @@ def test_who_drops_a_ticket_wants_no_more():
         assert engine.stats()["recent"][-1]["finish"] == "cancelled"
 
 
-def test_a_reader_who_does_not_read_holds_nobody_up():
+def test_a_reader_that_does_not_read_holds_up_no_other():
     with Engine(PUBLICATION) as engine:
         idle, quick = engine.submit(Job([1], max_tokens=300, seed=0)), engine.submit(Job([2], max_tokens=20))
         assert len(tokens_of(quick)) == 20
@@ -277,7 +277,7 @@ def test_coroutines():
 
 
 def test_a_loop_that_closed_ends_its_jobs(gated, gate):
-    """Somebody waited in it, and will never read again."""
+    """Its reader will never read again."""
     with Engine(gated) as engine:
         stream, loop = engine.submit(Job([1], max_tokens=10**6)), asyncio.new_event_loop()
         loop.close()

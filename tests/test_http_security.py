@@ -1,4 +1,4 @@
-"""Nobody gets further than their key says; nothing too large, too slow or malformed changes anything."""
+"""A key opens what its scopes say; bodies that are too large, slow or malformed change nothing."""
 
 import asyncio
 import hashlib
@@ -96,7 +96,7 @@ def test_an_app_with_an_undeclared_route_does_not_start(monkeypatch):
         create_app(FakeService(), ServeSettings())
 
 
-def test_a_route_that_appears_later_opens_for_nobody(service, keys):
+def test_a_route_that_appears_later_is_closed(service, keys):
     app = create_app(service, ServeSettings(keys=keys[0]))
     app.add_api_route("/backdoor", lambda: "in")
     client = TestClient(app)
