@@ -102,6 +102,22 @@ def test_few_errors_are_collected_however_many_there_are(form, fields):
     assert caught.value.error_count() <= 12
 
 
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "x" * 300_000}),
+        ("/v1/completions", {"prompt": ["x" * 100_000] * 3, "truncate_prompt": True}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x" * 300_000}]}),
+    ],
+)
+def test_texts_that_are_far_too_long_are_not_tokenized(client, service, path, fields, monkeypatch):
+    """Tokenizing holds the interpreter for seconds."""
+    monkeypatch.delattr(type(service.tokenizer), "encode")
+    answer = client.post(path, json={"model": "fake", **fields})
+    assert answer.status_code == 400
+    assert "at most 262,144" in answer.json()["error"]["message"]
+
+
 def test_others_are_answered_while_a_large_body_is_checked(service, monkeypatch):
     checking, answered = threading.Event(), threading.Event()
 

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from attractor.serve.http.settings import ServeSettings
 
 RESERVED_FILES = 256
-SHORT_S = 0.05  # so long a connection is not asked for anything: it may be about to be read
+SHORT_S = 0.05  # a younger connection is not cut: its request may be about to be read
 GRACE_S = 1.0  # the middleware answers a slow body before the connection is cut
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nRetry-After: 1\r\nContent-Length: 0\r\n\r\n"
 

@@ -369,6 +369,10 @@ def completion_prompts(service: Service, settings: ServeSettings, form: Completi
 def read_prompts(
     service: Service, settings: ServeSettings, form: GenerationForm, texts: Sequence[str], param: str
 ) -> list[Prompt]:
+    characters = sum(map(len, texts))
+    if characters > settings.max_prompt_characters:
+        message = f"the prompts have {characters:,} characters; at most {settings.max_prompt_characters:,}"
+        raise Problem(400, message, param=param, code="context_length_exceeded")
     with blaming(param):
         prompts = [Prompt(service.tokenizer.encode(text).tolist(), text) for text in texts]
     return fit(service, settings, prompts, form.truncate_prompt)

@@ -31,6 +31,8 @@ class ServeSettings:
     """The most numbers, texts, lists and objects in a body."""
     max_depth: int = 16
     """How deep lists and objects may be nested in a body."""
+    max_prompt_characters: int = 1 << 18
+    """The most characters of all prompts of a request together: longer ones are not even tokenized."""
     max_prompt_tokens: int = 65536
     """The most tokens of all prompts of a request together, before any is cut to the context."""
     max_tokens: int = 4096
@@ -47,6 +49,7 @@ class ServeSettings:
         for name in (
             "max_body",
             "max_depth",
+            "max_prompt_characters",
             "max_prompt_tokens",
             "max_tokens",
             "default_max_tokens",
