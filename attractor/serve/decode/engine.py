@@ -11,7 +11,7 @@ engine.close(drain_s=10)
 import logging
 import threading
 import time
-from collections import Counter, abc, deque
+from collections import abc, deque
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -93,7 +93,7 @@ class Engine:
         self._changed = threading.Condition()  # guards the publication, the waiting jobs, and the figures
         self._waiting: deque[Task] = deque()
         self._closing_at: float | None = None
-        self._figures: dict[str, Any] = {"rows": 0, "versions": {}}
+        self._rows = 0  # texts that are being generated
         self._tokens: deque[tuple[float, int]] = deque()  # when, and how many
         self._recent: deque[dict[str, Any]] = deque(maxlen=32)
         self._seconds_per_job = 1.0
@@ -147,15 +147,15 @@ class Engine:
         return self._thread.is_alive()
 
     def stats(self) -> dict[str, Any]:
+        """How many texts are generated and wait, the tokens per second, and the newest texts."""
         with self._changed:
             now = time.monotonic()
             count = sum(tokens for at, tokens in self._tokens if at > now - RECENT_S)
             seconds = min(RECENT_S, max(now - self._since, 0.1))
             return {
-                **self._figures,
+                "rows": self._rows,
                 "waiting": len(self._waiting),
                 "tokens_per_second": count / seconds,
-                "version": self.publication.version,
                 "recent": list(self._recent),
             }
 
@@ -188,7 +188,7 @@ class Engine:
             with self._changed:
                 self._closing_at = self._closing_at or time.monotonic()
                 left = [*self._waiting, *self._to_read, *self._tasks.values()]
-                self._figures = {"rows": 0, "versions": {}}
+                self._rows = 0
                 for tasks in (self._waiting, self._to_read, self._tasks):
                     tasks.clear()
             self._batch = Batch(self._batch.device)
@@ -196,7 +196,7 @@ class Engine:
                 task.buffer.end(finish, "the engine has ended")
 
     def _has_work(self) -> bool:
-        """Sleeps until there is some; False when the engine is to end."""
+        """Sleep until there is work, and return True; False when the engine is to end."""
         with self._changed:
             busy = bool(self._tasks or self._to_read)
             while not busy and not self._waiting and self._closing_at is None:
@@ -327,11 +327,9 @@ class Engine:
             self._recent.append(seen)
 
     def _account(self, tokens: int) -> None:
-        busy = [*self._tasks.values(), *self._to_read]
-        versions = Counter(task.buffer.version for task in busy)
         now = time.monotonic()
         with self._changed:
-            self._figures = {"rows": len(busy), "versions": dict(versions)}
+            self._rows = len(self._tasks) + len(self._to_read)
             self._tokens.append((now, tokens))
             while self._tokens[0][0] < now - RECENT_S:
                 self._tokens.popleft()
