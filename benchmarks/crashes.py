@@ -28,8 +28,8 @@ from attractor.continual.config import GuardConfig, LearnConfig, UpdateConfig
 from attractor.continual.guarded import GuardedLearner
 from attractor.model import GPT
 from attractor.serve import journal
+from attractor.serve.decode.engine import Job
 from attractor.serve.effects import tensors_of
-from attractor.serve.engine import Job
 from attractor.serve.files import Files
 from attractor.serve.rules import Rules
 from attractor.serve.service import Limits, Service

@@ -32,7 +32,7 @@ import numpy as np
 from crashes import SOURCES, TEXT, kills, learner, live_hash, serve
 
 from attractor.results import write_result
-from attractor.serve.engine import Job
+from attractor.serve.decode.engine import Job
 from attractor.serve.errors import Busy
 from attractor.serve.rules import Rules
 from attractor.serve.service import Limits, Service
@@ -194,8 +194,8 @@ def _tokens_per_second(service: Service, seconds: float, streams: int) -> float:
 def listening(service: Service) -> Iterator[str]:
     import uvicorn
 
-    from attractor.serve.app import create_app, uvicorn_config
-    from attractor.serve.settings import ServeSettings
+    from attractor.serve.http.app import create_app, uvicorn_config
+    from attractor.serve.http.settings import ServeSettings
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -12,8 +12,8 @@ from served import FOX, LAW, QUICK, hashes, learner, serve
 from attractor.continual.config import GuardConfig, LearnConfig, UpdateConfig
 from attractor.continual.guard import Guard
 from attractor.continual.guarded import GuardedLearner
+from attractor.serve.decode.engine import Job
 from attractor.serve.effects import MOST_FRAMES
-from attractor.serve.engine import Job
 from attractor.serve.errors import Busy, Refused, Unavailable
 from attractor.serve.rules import Rules
 from attractor.serve.service import Limits, Service
@@ -283,15 +283,16 @@ def test_too_many_lessons_are_told_to_wait(tmp_path: Path) -> None:
     with serve(tmp_path, limits=Limits(drain=0.5, lessons=1)) as service:
         hold, began = threading.Event(), threading.Event()
 
-        def slow() -> dict[str, object]:
+        def slow(*_: object) -> dict[str, object]:
             began.set()
             hold.wait()
             return {"repeated": True}
 
-        waiting = threading.Thread(target=lambda: service._call(slow))
+        service.teacher.learn = slow  # type: ignore[method-assign]
+        waiting = threading.Thread(target=lambda: service.learn([FOX], "fox"))
         waiting.start()
         began.wait()
-        with pytest.raises(Busy, match="1 lessons wait") as busy:
+        with pytest.raises(Busy, match="1 calls wait") as busy:
             service.learn([FOX], "fox")
         assert busy.value.retry_after >= 1
         back = threading.Thread(target=lambda: service.rollback(0))  # there are places for taking back
@@ -364,7 +365,7 @@ def test_watchers_see_after_a_restart_what_they_saw_before(tmp_path: Path) -> No
 def test_what_watchers_see(tmp_path: Path) -> None:
     from pydantic import TypeAdapter
 
-    from attractor.serve.monitoring import Monitor
+    from attractor.serve.http.monitor import Monitor
 
     with serve(tmp_path) as service:
         TypeAdapter(Monitor).validate_python(service.monitor())

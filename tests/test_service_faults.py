@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from served import FOX, LAW, hashes, serve
 
-from attractor.serve.engine import Job
+from attractor.serve.decode.engine import Job
 from attractor.serve.errors import Refused, Unavailable
 from attractor.serve.files import Files
 from attractor.serve.rules import Rules
@@ -221,10 +221,12 @@ def test_closing_finishes_what_was_begun_and_no_more(tmp_path: Path) -> None:
     hold, began = threading.Event(), threading.Event()
     answers: list[object] = []
 
-    def slow() -> dict[str, object]:
+    def slow(*_: object) -> dict[str, object]:
         began.set()
         hold.wait()
         return {"repeated": True}
+
+    service.teacher.learn = slow  # type: ignore[method-assign]
 
     def ask(action) -> None:  # type: ignore[no-untyped-def]
         try:
@@ -232,7 +234,7 @@ def test_closing_finishes_what_was_begun_and_no_more(tmp_path: Path) -> None:
         except Unavailable as error:
             answers.append(str(error))
 
-    threads = [threading.Thread(target=ask, args=(lambda: service._call(slow),))]
+    threads = [threading.Thread(target=ask, args=(lambda: service.learn([FOX], "fox"),))]
     threads[0].start()
     began.wait()
     threads.append(threading.Thread(target=ask, args=(lambda: service.learn([FOX], "fox"),)))

@@ -80,8 +80,8 @@ class Serve:
 
     def run(self) -> int:
         try:
-            from attractor.serve.app import Server, create_app, uvicorn_config
-            from attractor.serve.settings import ServeSettings
+            from attractor.serve.http.app import Server, create_app, uvicorn_config
+            from attractor.serve.http.settings import ServeSettings
         except ImportError as error:
             raise ValueError(EXTRA.format(error)) from error
         settings = ServeSettings(host=self.host, port=self.port, keys=self.keys, chat=self.chat)
@@ -181,7 +181,7 @@ class Keys:
 
     def run(self) -> int:
         try:
-            from attractor.serve.security import add_key
+            from attractor.serve.http.auth import add_key
         except ImportError as error:
             raise ValueError(EXTRA.format(error)) from error
         print(add_key(self.file, self.scopes, self.note))

@@ -22,3 +22,7 @@ class Refused(Exception):
 
 class Unavailable(Exception):
     """Learning is not possible now, say because the disk is full; generating is."""
+
+
+class KeyReused(ValueError):
+    """An idempotency key that came with something else before. Nothing was changed."""

@@ -5,6 +5,8 @@ with Service.open(learner, name="tiny", data="served", canaries={"old": tokens})
     service.learn(["a text"], source="kjv", key="k1")
 """
 
+import functools
+import itertools
 import logging
 import queue
 import threading
@@ -12,21 +14,21 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 
 from attractor.config import JSONConfig, check_number, check_size
 from attractor.continual.guarded import GuardedLearner
-from attractor.serve.engine import Engine, Job, Pin, Ticket
+from attractor.serve.decode.engine import Engine, Job, Pin
+from attractor.serve.decode.stream import Stream
 from attractor.serve.errors import Busy, Unavailable
 from attractor.serve.files import Files
 from attractor.serve.journal import SyncName
-from attractor.serve.monitoring import Monitor
 from attractor.serve.rules import SELF, Canaries, Rules, self_canary
 from attractor.serve.state import State
 from attractor.serve.store import Store
@@ -34,8 +36,7 @@ from attractor.serve.teacher import Teacher, blank, identity
 
 log = logging.getLogger("attractor")
 
-RESERVED = 8
-"""Places in the queue for taking lessons back: a flood of lessons must not stop that."""
+Verb = Literal["learn", "rollback", "forget"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +49,8 @@ class Limits(JSONConfig):
     """Texts that wait for a place."""
     lessons: int = 64
     """Lessons that wait for the writer."""
+    administration: int = 8
+    """Rollbacks and deletions that wait for the writer: they have places of their own, and go first."""
     snapshot_every: int = 256
     """Lessons from one snapshot to the next: what a start has to read again, at most."""
     keep_snapshots: int = 8
@@ -58,7 +61,7 @@ class Limits(JSONConfig):
     """Seconds that texts under way have to end when the server does."""
 
     def __post_init__(self) -> None:
-        for name in ("rows", "waiting", "lessons", "snapshot_every", "keep_snapshots"):
+        for name in ("rows", "waiting", "lessons", "administration", "snapshot_every", "keep_snapshots"):
             check_size(name, getattr(self, name))
         check_number("learning_share", self.learning_share, "0 < share <= 1", lambda s: 0 < s <= 1)
         check_number("drain", self.drain, "a number of seconds, 0 or more", lambda s: s >= 0)
@@ -81,6 +84,17 @@ def no_snapshot_is_no_harm() -> Iterator[None]:
         log.warning("no snapshot could be written: %s", error)
 
 
+@dataclass(order=True)
+class Call:
+    """A change that waits for the writer, or without an action the end of its work."""
+
+    rank: int  # the smallest goes first
+    number: int
+    kind: str = field(default="", compare=False)
+    action: Callable[[], dict[str, Any]] | None = field(default=None, compare=False)
+    done: Future[dict[str, Any]] = field(default_factory=Future, compare=False)
+
+
 class Service:
     """What serves and learns. Its methods may be called from any thread; those that learn block."""
 
@@ -96,9 +110,10 @@ class Service:
         self.limits, self.rules, self.store = limits, rules, store
         self.started = time.time()
         self._learning = learning
-        self._calls: queue.Queue[tuple[Callable[[], Any], Future[Any]] | None] = queue.Queue()
+        self._calls: queue.PriorityQueue[Call] = queue.PriorityQueue()
+        self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._count = 0  # calls that wait or are being carried out
+        self._places = {"lessons": 0, "administration": 0}  # calls that wait or are being carried out
         self._closed, self._ending = False, threading.Event()
         self._pace = 1.0  # seconds that a call took lately
         self._since_snapshot = 0
@@ -167,7 +182,7 @@ class Service:
     def paths(self) -> list[str]:
         return list(self.teacher.publication.paths)
 
-    def submit(self, job: Job, pin: Pin | None = None) -> Ticket:
+    def submit(self, job: Job, pin: Pin | None = None) -> Stream:
         """Jobs that share a pin are written with the same version."""
         if not self.engine.is_alive and not self._closed:
             raise Unavailable("the engine has stopped: start the server again")
@@ -193,33 +208,42 @@ class Service:
     # --- changing
 
     def learn(self, texts: list[str], source: str, key: str | None = None) -> dict[str, Any]:
-        return self._call(lambda: self.teacher.learn(texts, source, key))
+        return self.begin("learn", texts, source, key).result()
 
     def rollback(self, version: int, key: str | None = None) -> dict[str, Any]:
-        return self._call(lambda: self.teacher.rollback(version, key), places=RESERVED)
+        return self.begin("rollback", version, key).result()
 
     def forget(self, source: str, key: str | None = None) -> dict[str, Any]:
-        return self._call(lambda: self.teacher.forget(source, key), places=RESERVED)
+        return self.begin("forget", source, key).result()
 
-    def _call(self, action: Callable[[], dict[str, Any]], *, places: int = 0) -> dict[str, Any]:
-        """Have the writer do it, in turn. Busy where too many wait; `places` are beyond those of lessons."""
+    def begin(self, verb: Verb, *arguments: Any) -> Future[dict[str, Any]]:
+        """Queue a change for the writer. It can be cancelled until the writer takes it up.
+
+        Raises Busy where too many wait already.
+        """
         if not self._learning:
             raise Unavailable("this server does not learn: it was started without it")
+        kind, rank = ("lessons", 1) if verb == "learn" else ("administration", 0)
         done: Future[dict[str, Any]] = Future()
         with self._lock:
             if self._closed:
                 raise Unavailable("the server is closing")
-            if self._count >= self.limits.lessons + places:
-                message = f"{self._count} lessons wait already, as many as may"
-                raise Busy(message, retry_after=max(1.0, self._count * self._pace))
-            self._count += 1
-            self._calls.put((action, done))
-        return done.result()
+            if (count := self._places[kind]) >= getattr(self.limits, kind):
+                message = f"{count} calls wait already, as many as may (limits.{kind})"
+                raise Busy(message, retry_after=max(1.0, count * self._pace))
+            self._places[kind] += 1
+            action = functools.partial(getattr(self.teacher, verb), *arguments)
+            self._calls.put(Call(rank, next(self._numbers), kind, action, done))
+        return done
 
     def _write(self) -> None:
         torch.set_num_threads(share_of_cores())
-        while (call := self._calls.get()) is not None:
-            action, done = call
+        while (action := (call := self._calls.get()).action) is not None:
+            done = call.done
+            if not done.set_running_or_notify_cancel():  # the client has disconnected
+                with self._lock:
+                    self._places[call.kind] -= 1
+                continue
             started = time.monotonic()
             try:
                 if self._closed:
@@ -233,7 +257,7 @@ class Service:
                 self._since_snapshot += not answer["repeated"]
                 done.set_result(answer)
             with self._lock:
-                self._count -= 1
+                self._places[call.kind] -= 1
             if self._since_snapshot >= self.limits.snapshot_every:
                 self._begin_snapshot()
             self._readers_first(time.monotonic() - started)
@@ -266,18 +290,18 @@ class Service:
 
     # --- watching
 
-    def monitor(self) -> Monitor:
-        """Figures for a dashboard; no poll waits for the writer."""
+    def monitor(self) -> dict[str, Any]:
+        """Figures for a dashboard, as `attractor.serve.http.monitor` describes them; no poll waits."""
         told, figures = self.teacher.told, self.engine.stats()
         recent = [
             {"at": seen["at"], "version": seen["version"], "shares": seen["posterior"]}
             for seen in figures["recent"]
         ]
         with self._lock:
-            count = self._count
+            count = sum(self._places.values())
         budget = self.rules.drift
         drift = {} if budget is None else {n: {"used": u, "budget": budget} for n, u in told["drift"].items()}
-        values: dict[str, Any] = {
+        return {
             "version": self.version, "uptime": time.time() - self.started, "learning": self._learning,
             "progressive": told["progressive"], "canaries": told["canaries"], "usage": told["usage"],
             "overlays": told["overlays"], "drift": drift, "posteriors": recent,
@@ -287,7 +311,6 @@ class Service:
             "journal": {"last": self.store.last, "bytes": self.store.journal.nbytes,
                         "recovered": self.store.recovered},
         }  # fmt: skip
-        return cast(Monitor, values)
 
     # --- ending
 
@@ -298,7 +321,7 @@ class Service:
                 return
             self._closed = True
             self._ending.set()
-            self._calls.put(None)
+            self._calls.put(Call(2, next(self._numbers)))
         self.engine.close(self.limits.drain)
         self._writer.join()
         if self._snapshots is not None:

@@ -24,6 +24,7 @@ from attractor.continual.guard import BASE, Guard
 from attractor.continual.guarded import GuardedLearner, Source
 from attractor.continual.observation import Observation
 from attractor.continual.update import NotFiniteUpdate
+from attractor.serve.decode.sequences import Publication
 from attractor.serve.effects import (
     Change,
     Frames,
@@ -35,7 +36,6 @@ from attractor.serve.effects import (
     tensors_of,
 )
 from attractor.serve.errors import Busy, Refused, Unavailable
-from attractor.serve.lanes import Publication
 from attractor.serve.rules import Canaries, Rules
 from attractor.serve.segments import JournalDamaged, Record
 from attractor.serve.state import SourceState, State, note

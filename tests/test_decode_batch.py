@@ -1,4 +1,4 @@
-"""Rows that are written together are what they would be alone, whoever joins and leaves beside them."""
+"""Texts that are generated together are what they would be alone, whatever joins and leaves beside them."""
 
 import importlib.util
 
@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from attractor.config import APNConfig, GPTConfig
 from attractor.generate import generate
 from attractor.model import GPT, RaggedCache
-from attractor.serve import lanes
-from attractor.serve.desk import Desk
-from attractor.serve.lanes import Draw, Publication, Row, read
+from attractor.serve.decode import sequences
+from attractor.serve.decode.batch import Batch
+from attractor.serve.decode.sequences import Publication, Sampling, Sequence, read_prompt
 
 VOCABULARY, CONTEXT = 13, 24
 CPU = torch.device("cpu")
@@ -35,21 +35,21 @@ def random_text(length, seed, vocabulary=VOCABULARY):
     return torch.randint(vocabulary, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def seated(desk, row):
-    for _ in read(row):
+def added(batch, row):
+    for _ in read_prompt(row):
         pass
-    desk.join(row)
+    batch.add(row)
     return row
 
 
-def turn(desk):
+def turn(batch):
     """A step as the engine takes it: rows whose context is full read again."""
-    written, failed = desk.step()
+    written, failed = batch.step()
     assert not failed
     for row, _ in written:
         if row.is_full:
-            desk.set_aside(row)
-            seated(desk, row)
+            batch.take_out(row)
+            added(batch, row)
     return written
 
 
@@ -142,14 +142,14 @@ def test_retrofitted_models_write_together():
     net = teach(retrofit(tiny("llama", torch.float64), SMALL))
     paths = {"base": CausalLM(net, None, context=24), "new": CausalLM(net, context=24)}
     publication = Publication(1, paths, window=16, pause=1.0)
-    desk, rows = Desk(CPU), {}
+    batch, rows = Batch(CPU), {}
     for number in range(4):
-        row = Row(publication, random_text(1 + 6 * number, number, 64), Draw(0.9, seed=number))
-        rows[seated(desk, row)] = []
-        for one, written in turn(desk):
+        row = Sequence(publication, random_text(1 + 6 * number, number, 64), Sampling(0.9, seed=number))
+        rows[added(batch, row)] = []
+        for one, written in turn(batch):
             rows[one].append(written.token)
     for _ in range(20):
-        for one, written in turn(desk):
+        for one, written in turn(batch):
             rows[one].append(written.token)
     for number, tokens in enumerate(rows.values()):
         prompt = torch.tensor([random_text(1 + 6 * number, number, 64)])
@@ -158,7 +158,7 @@ def test_retrofitted_models_write_together():
 
 
 @torch.no_grad()
-def test_what_a_row_leaves_behind_harms_nobody():
+def test_what_a_row_leaves_behind_harms_no_other():
     """A diverged row's NaN, in memory that another row gets and does not fill."""
     model, joint = model_of(0), RaggedCache()
     model(torch.tensor([random_text(10, 0)]), cache=joint)
@@ -197,33 +197,33 @@ ROWS = st.lists(
 @settings(max_examples=15)
 def test_rows_are_what_they_would_be_alone(plans):
     """The same seed gives what `generate` writes, in whatever company, with contexts that overflow."""
-    desk, rows = Desk(CPU), {}
+    batch, rows = Batch(CPU), {}
     for time in range(45):
         for number, plan in enumerate(plans):
             if plan["joins"] == time:
-                draw = Draw(plan["temperature"], plan["top_k"], plan["top_p"], seed=number)
+                sampling = Sampling(plan["temperature"], plan["top_k"], plan["top_p"], seed=number)
                 prompt = random_text(plan["prompt"], number)
-                row = Row(PUBLICATIONS[plan["publication"]], prompt, draw, plan["path"])
-                rows[seated(desk, row)] = (plan, prompt, [])
-        for row, written in turn(desk):
+                row = Sequence(PUBLICATIONS[plan["publication"]], prompt, sampling, plan["path"])
+                rows[added(batch, row)] = (plan, prompt, [])
+        for row, written in turn(batch):
             assert sum(written.shares.values()) == pytest.approx(1)
             assert list(written.shares) == row.names
             rows[row][2].append(written.token)
-        desk.leave([row for row, (plan, _, tokens) in rows.items() if len(tokens) >= plan["tokens"]])
-    assert not desk.rows
-    assert not desk.lanes
+        batch.remove([row for row, (plan, _, tokens) in rows.items() if len(tokens) >= plan["tokens"]])
+    assert not batch.sequences
+    assert not batch.models
     for row, (plan, prompt, tokens) in rows.items():
         publication = row.publication
         alone = publication.guard if plan["path"] is None else publication.paths[plan["path"]]
         options = {name: plan[name] for name in ("temperature", "top_k", "top_p")}
         wanted = generate(
-            alone, torch.tensor([prompt]), max_tokens=plan["tokens"], seed=row.draw.seed, **options
+            alone, torch.tensor([prompt]), max_tokens=plan["tokens"], seed=row.sampling.seed, **options
         )
         assert tokens == [int(token) for token in wanted]
 
 
 class Replay:
-    """A guard that reads what somebody wrote, in the order of `generate`."""
+    """A guard that reads a text that was generated, in the order of `generate`."""
 
     def __init__(self, guard, prompt):
         self.guard, self.context = guard, guard.config.context
@@ -259,23 +259,23 @@ class Replay:
 def test_the_guard_of_each_row_is_the_guard(window, temperature):
     """Step by step: the mixture, who rests, who wakes because a window starts, odds turn, or all is full."""
     publication = Publication(1, dict(MODELS), window=window, pause=2.0)
-    desk, replays, rests = Desk(CPU), {}, 0
+    batch, replays, rests = Batch(CPU), {}, 0
     for length in (1, 5, CONTEXT):
         prompt = random_text(length, length)
-        row = seated(desk, Row(publication, prompt, Draw(temperature, seed=length)))
+        row = added(batch, Sequence(publication, prompt, Sampling(temperature, seed=length)))
         replays[row] = Replay(publication.guard, prompt)
     for _ in range(90):
-        written, failed = desk.step()
+        written, failed = batch.step()
         assert not failed
         for row, one in written:
             assert one.logprob == pytest.approx(replays[row].predict(one.token), abs=2e-4)
-            at_rest = {path for path, seat in enumerate(row.seats) if seat.place < 0}
+            at_rest = {path for path, cache in enumerate(row.caches) if cache.row < 0}
             assert at_rest == replays[row].at_rest
             assert all(one.shares[row.names[path]] == 0 for path in at_rest)
             rests += bool(at_rest)
             if row.is_full:
-                desk.set_aside(row)
-                seated(desk, row)
+                batch.take_out(row)
+                added(batch, row)
     if window > 7:
         assert rests > 20
         assert sum(replay.wakes for replay in replays.values()) > 0
@@ -285,35 +285,35 @@ def test_the_odds_wake_a_path():
     """No window starts and no context ends: unlikely tokens alone bring a path back."""
     paths = {"base": model_of(0, 25.0, 128), "x": model_of(1, 25.0, 128)}
     publication = Publication(1, paths, pause=10.0)
-    desk, prompt = Desk(CPU), random_text(3, 0)
-    row = seated(desk, Row(publication, prompt, Draw(6.0, seed=0)))
+    batch, prompt = Batch(CPU), random_text(3, 0)
+    row = added(batch, Sequence(publication, prompt, Sampling(6.0, seed=0)))
     replay = Replay(publication.guard, prompt)
     for _ in range(120):
-        one = desk.step()[0][0][1]
+        one = batch.step()[0][0][1]
         assert one.logprob == pytest.approx(replay.predict(one.token), abs=2e-4)
-        assert {path for path, seat in enumerate(row.seats) if seat.place < 0} == replay.at_rest
+        assert {path for path, cache in enumerate(row.caches) if cache.row < 0} == replay.at_rest
     assert replay.wakes > 0
 
 
 def test_long_prompts_are_read_in_pieces(monkeypatch):
-    monkeypatch.setattr(lanes, "PIECE", 5)
+    monkeypatch.setattr(sequences, "PIECE", 5)
     for length, pauses in ((2, 0), (3, 0), (5, 1), (17, 6), (24, 8)):
         publication, prompt = PUBLICATIONS[1], random_text(length, 7)
-        desk, row = Desk(CPU), Row(PUBLICATIONS[1], prompt, Draw(seed=3))
-        assert sum(1 for _ in read(row)) == pauses
-        desk.join(row)
-        tokens = [turn(desk)[0][1].token for _ in range(9)]
+        batch, row = Batch(CPU), Sequence(PUBLICATIONS[1], prompt, Sampling(seed=3))
+        assert sum(1 for _ in read_prompt(row)) == pauses
+        batch.add(row)
+        tokens = [turn(batch)[0][1].token for _ in range(9)]
         wanted = generate(publication.guard, torch.tensor([prompt]), max_tokens=9, seed=3)
         assert tokens == [int(token) for token in wanted]
 
 
 def test_versions_share_the_lane_of_a_path_that_did_not_change():
-    desk = Desk(CPU)
-    rows = [seated(desk, Row(p, [1, 2, 3], Draw(seed=0))) for p in PUBLICATIONS]
-    desk.step()
-    assert sorted(len(lane.seats) for lane in desk.lanes.values()) == [1, 2, 3]
-    desk.leave(rows[1:])
-    assert [len(lane.seats) for lane in desk.lanes.values()] == [1]
+    batch = Batch(CPU)
+    rows = [added(batch, Sequence(p, [1, 2, 3], Sampling(seed=0))) for p in PUBLICATIONS]
+    batch.step()
+    assert sorted(len(model.rows) for model in batch.models.values()) == [1, 2, 3]
+    batch.remove(rows[1:])
+    assert [len(model.rows) for model in batch.models.values()] == [1]
 
 
 class Failing(GPT):
@@ -327,18 +327,20 @@ class Failing(GPT):
 
 def test_a_lane_that_fails_takes_only_its_rows():
     broken = Failing(model_of(0).config).double()
-    desk = Desk(CPU)
-    good = seated(desk, Row(PUBLICATIONS[1], [1, 2], Draw(seed=1)))
-    bad = seated(desk, Row(Publication(9, {"base": MODELS["base"], "bad": broken}), [1], Draw(seed=0)))
+    batch = Batch(CPU)
+    good = added(batch, Sequence(PUBLICATIONS[1], [1, 2], Sampling(seed=1)))
+    bad = added(
+        batch, Sequence(Publication(9, {"base": MODELS["base"], "bad": broken}), [1], Sampling(seed=0))
+    )
     failures, tokens = {}, []
     for _ in range(20):
         bad.text[-1] = 5 if len(tokens) == 3 else bad.text[-1]
-        written, failed = desk.step()
+        written, failed = batch.step()
         failures |= failed
         tokens += [one.token for row, one in written if row is good]
     assert list(failures) == [bad]
     assert failures[bad] == "RuntimeError: no fives"
-    assert desk.rows == [good]
+    assert batch.sequences == [good]
     wanted = generate(PUBLICATIONS[1].guard, torch.tensor([[1, 2]]), max_tokens=20, seed=1)
     assert tokens == [int(token) for token in wanted]
 

@@ -12,8 +12,9 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from attractor.serve.errors import Busy, Refused, Unavailable
+from attractor.serve.errors import Busy, KeyReused, Refused, Unavailable
 
+VERSION = "X-Attractor-Version"
 PATH = re.compile(r"""(?<![\w:/.<])(?:~|\.{0,2})/[^\s'",;:)]+""")
 TYPES = {
     400: "invalid_request_error",
@@ -30,7 +31,7 @@ log = logging.getLogger("attractor")
 
 
 class Reply(JSONResponse):
-    """In ASCII, whatever a text holds; numbers that JSON does not know become null."""
+    """A reply in ASCII, whatever its texts hold; numbers that JSON does not know become null."""
 
     def render(self, content: Any) -> bytes:
         return to_json(content).encode("ascii")
@@ -54,12 +55,18 @@ def _finite(value: Any) -> Any:
 
 
 class Problem(Exception):
-    """An answer that is an error."""
+    """An error that is sent as a reply."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None,
-        headers: Mapping[str, str] | None = None, **more: Any,
-    ) -> None:  # fmt: skip
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        **more: Any,
+    ) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers, self.more = dict(headers or {}), more
@@ -77,12 +84,12 @@ class Problem(Exception):
 
 
 def without_paths(message: str) -> str:
-    """Where files of the server lie is nobody's business."""
+    """The message without the names of the server's files, which clients must not see."""
     return PATH.sub("(a path)", message)
 
 
 def problem_of(error: Exception, *, wrong: int = 400) -> Problem:
-    """What to answer when a part of the server raised this; `wrong` is for questions that make no sense."""
+    """The reply to an error that a part of the server raised; `wrong` is the status of a ValueError."""
     match error:
         case Problem():
             return error
@@ -93,6 +100,8 @@ def problem_of(error: Exception, *, wrong: int = 400) -> Problem:
             return Problem(409, str(error), code="lesson_refused", figures=error.figures)
         case Unavailable():
             return Problem(503, str(error), code="learning_unavailable")
+        case KeyReused():
+            return Problem(422, str(error), param="idempotency_key", code="idempotency_key_reused")
         case ValueError():
             return Problem(wrong, str(error))
     log.error("a request failed", exc_info=error)
@@ -100,7 +109,7 @@ def problem_of(error: Exception, *, wrong: int = 400) -> Problem:
 
 
 def add_error_replies(app: FastAPI) -> None:
-    """Whatever a route raises is answered in this shape."""
+    """Answer every error of a route in the same form."""
 
     async def explain(request: Request, error: Exception) -> Reply:
         return problem_of(error).reply()
@@ -121,7 +130,7 @@ def add_error_replies(app: FastAPI) -> None:
 
 
 def _form_problem(error: RequestValidationError, status: int) -> Problem:
-    """The first thing that is wrong. What was given is not repeated: it may be long, or secret."""
+    """The first thing that is wrong. The value is not repeated, because it may be long, or secret."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         return Problem(status, "the body is not JSON")

@@ -9,11 +9,11 @@ from served import FOX, LAW, serve
 from serving import Running, until
 from starlette.testclient import TestClient
 
-from attractor.serve.app import create_app
-from attractor.serve.engine import Job
-from attractor.serve.monitoring import Monitor
+from attractor.serve.decode.engine import Job
+from attractor.serve.http.app import create_app
+from attractor.serve.http.monitor import Monitor
+from attractor.serve.http.settings import ServeSettings
 from attractor.serve.service import Limits
-from attractor.serve.settings import ServeSettings
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""How the server is: alive, ready, its figures, its description, its dashboard."""
+"""The routes that show how the server is: alive, ready, its figures, its description, its dashboard."""
 
 import gzip
 import hashlib
@@ -10,11 +10,11 @@ from anyio import to_thread
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from attractor.serve.api.openai import ERRORS
-from attractor.serve.api.replies import Problem, Reply, without_paths
-from attractor.serve.metrics import CONTENT_TYPE, Metrics
-from attractor.serve.monitoring import Monitor
-from attractor.serve.security import FIGURES, SCOPES, needs, open_to_all
+from attractor.serve.http.auth import FIGURES, SCOPES, needs, open_to_all
+from attractor.serve.http.metrics import CONTENT_TYPE, Metrics
+from attractor.serve.http.monitor import Monitor
+from attractor.serve.http.openai import ERRORS
+from attractor.serve.http.replies import Problem, Reply, without_paths
 from attractor.serve.service import Service
 
 TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
@@ -25,20 +25,20 @@ def add_status_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
     @app.get("/health")
     @open_to_all
     async def health() -> Reply:
-        """The process is alive; nothing more."""
+        """Say that the process is alive, and nothing more."""
         return Reply({"status": "alive"})
 
     @app.get("/ready", responses=ERRORS)
     @needs(*FIGURES)
     async def ready() -> Reply:
-        """Whether generating works now; 503 and the reason where it does not."""
+        """Say whether generating works now: 503 and the reason where it does not."""
         is_ready, reason = await to_thread.run_sync(service.ready)
         return Reply({"ready": is_ready, "reason": without_paths(reason)}, 200 if is_ready else 503)
 
     @app.get("/v1/monitor", responses=ERRORS, response_model=Monitor)
     @needs(*FIGURES)
     async def monitor() -> Reply:
-        """Everything that the dashboard draws."""
+        """Return everything that the dashboard draws."""
         return Reply(await to_thread.run_sync(service.monitor))
 
     @app.get("/metrics", responses=ERRORS, response_class=Response)
@@ -53,7 +53,7 @@ def add_status_routes(app: FastAPI, service: Service, metrics: Metrics) -> None:
 
 
 def add_dashboard(app: FastAPI) -> None:
-    """Files without data: whoever can open them sees nothing until a key is entered."""
+    """Add the files of the dashboard. They hold no data: the page asks for a key first."""
     names = frozenset(each.name for each in files("attractor.serve").joinpath("dashboard").iterdir())
 
     @app.get("/", include_in_schema=False)
@@ -72,9 +72,11 @@ def add_dashboard(app: FastAPI) -> None:
 async def _file(request: Request, name: str) -> Response:
     content, packed, tag = await to_thread.run_sync(_read, name)
     headers = {
-        "ETag": tag, "Cache-Control": "no-cache", "Vary": "Accept-Encoding",
+        "ETag": tag,
+        "Cache-Control": "no-cache",
+        "Vary": "Accept-Encoding",
         "Content-Type": f"{TYPES[name.rpartition('.')[2]]}; charset=utf-8",
-    }  # fmt: skip
+    }
     if request.headers.get("if-none-match") == tag:
         return Response(status_code=304, headers=headers)
     if "gzip" in request.headers.get("accept-encoding", ""):
@@ -84,7 +86,7 @@ async def _file(request: Request, name: str) -> Response:
 
 @cache
 def _read(name: str) -> tuple[bytes, bytes, str]:
-    """A file, the same packed, and a tag that changes with it."""
+    """A file, its compressed copy, and a tag that changes with its content."""
     place: Traversable = (
         files("plotly").joinpath("package_data") if name == PLOTLY else files("attractor.serve")
     )

@@ -1,12 +1,13 @@
-"""What requests may say. What we cannot do and would change the meaning of an answer is refused by name."""
+"""The forms of requests. A parameter that the server cannot honour is refused by name."""
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from attractor.serve.api.replies import Problem
+from attractor.serve.http.replies import Problem
 
+MOST_FIELDS = 64
 SOURCE = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 REFUSED: dict[str, Callable[[Any], bool]] = {
     "audio": lambda value: False,
@@ -24,7 +25,7 @@ REFUSED: dict[str, Callable[[Any], bool]] = {
     "top_logprobs": lambda value: value == 0 and not isinstance(value, bool),
     "web_search_options": lambda value: False,
 }
-"""Parameter -> whether a value of it asks for nothing that we do not do."""
+"""For each parameter that is not supported: whether a value asks for nothing that is missing."""
 
 
 def _unicode(text: str) -> str:
@@ -36,6 +37,9 @@ def _one_of(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+Element = TypeVar("Element")
+List = Annotated[list[Element], Field(fail_fast=True)]
+"""A list of which only the first error is reported: there may be as many as elements."""
 Text = Annotated[str, AfterValidator(_unicode)]
 Token = Annotated[int, Field(ge=0)]
 Stop = Annotated[str, AfterValidator(_unicode), Field(min_length=1, max_length=256)]
@@ -46,9 +50,16 @@ Source = Annotated[str, Field(pattern=SOURCE)]
 class Form(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    @model_validator(mode="before")
+    @classmethod
+    def not_too_many(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and len(fields) > MOST_FIELDS:
+            raise ValueError(f"{len(fields)} parameters; at most {MOST_FIELDS}")
+        return fields
+
 
 class Extension(Form):
-    paths: bool = Field(default=False, description="Tell for each token how much each path had to do with it")
+    paths: bool = Field(default=False, description="Add the share of each path to every token")
 
 
 class StreamOptions(Form):
@@ -56,20 +67,22 @@ class StreamOptions(Form):
     include_obfuscation: Any = Field(default=None, description="Ignored")
 
 
-class Generation(Form):
-    """What completions and chats have in common."""
+class GenerationForm(Form):
+    """The parameters that completions and chats have in common."""
 
-    model: Text = Field(description="NAME for the guarded mixture, NAME:base or NAME:SOURCE for one path")
+    model: Text = Field(description="NAME is the guarded mixture, NAME:base or NAME:SOURCE one path of it")
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
     top_k: int | None = Field(default=None, ge=1, le=1 << 31, description="Ours")
     n: int | None = Field(default=None, ge=1, le=128)
-    stop: Annotated[list[Stop], BeforeValidator(_one_of), Field(max_length=4)] | None = None
+    stop: Annotated[List[Stop], BeforeValidator(_one_of), Field(max_length=4)] | None = None
     seed: int | None = Field(default=None, ge=-(1 << 63), lt=1 << 63)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    truncate_prompt: bool = Field(default=False, description="Ours: keep only the end of too long a prompt")
+    truncate_prompt: bool = Field(
+        default=False, description="Ours: keep only the end of a prompt that is too long"
+    )
     attractor: Extension = Field(default_factory=Extension, description="Ours")
     user: Any = Field(default=None, description="Ignored")
     metadata: Any = Field(default=None, description="Ignored")
@@ -91,27 +104,29 @@ class Generation(Form):
         return {name: value for name, value in fields.items() if name not in REFUSED}
 
     @model_validator(mode="after")
-    def agree(self) -> "Generation":
+    def agree(self) -> "GenerationForm":
         if self.stream_options is not None and not self.stream:
             raise Problem(400, "'stream_options' needs stream=true", param="stream_options")
         return self
 
 
-class CompletionForm(Generation):
-    prompt: Text | list[Text] | list[Token] | list[list[Token]]
+class CompletionForm(GenerationForm):
+    prompt: Text | List[Text] | List[Token] | List[List[Token]]
     echo: bool = False
-    logprobs: int | None = Field(default=None, ge=0, description="Only 0: of the token that was chosen")
+    logprobs: int | None = Field(
+        default=None, ge=0, description="Only 0 is supported: the log-probability of the chosen token"
+    )
     best_of: int | None = Field(default=None, ge=1)
 
     @model_validator(mode="after")
     def supported(self) -> "CompletionForm":
         if self.logprobs:
-            message = (
-                f"logprobs={self.logprobs}: other tokens' logprobs are not told; 0 tells the chosen one's"
-            )
+            message = f"logprobs={self.logprobs}: only the logprobs of the chosen tokens are available; use 0"
             raise Problem(400, message, param="logprobs", code="unsupported")
         if self.echo and self.logprobs is not None:
-            message = "'echo' with 'logprobs' would need those of the prompt, which are not kept"
+            message = (
+                "'echo' with 'logprobs' needs the logprobs of the prompt, which are not kept: leave one out"
+            )
             raise Problem(400, message, param="echo", code="unsupported")
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise Problem(400, "'best_of' other than n is not supported", param="best_of", code="unsupported")
@@ -125,7 +140,7 @@ class TextPart(Form):
 
 class Message(Form):
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
+    content: Text | List[TextPart]
     name: Any = Field(default=None, description="Ignored")
     refusal: Any = Field(default=None, description="Ignored")
 
@@ -136,15 +151,15 @@ class Message(Form):
         return "".join(part.text for part in self.content)
 
 
-class ChatForm(Generation):
-    messages: list[Message] = Field(min_length=1, max_length=1024)
+class ChatForm(GenerationForm):
+    messages: List[Message] = Field(min_length=1, max_length=1024)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool | None = None
 
 
 class LearnForm(Form):
     text: Text | None = None
-    texts: list[Text] | None = Field(default=None, min_length=1)
+    texts: List[Text] | None = Field(default=None, min_length=1)
     source: Source
     idempotency_key: IdempotencyKey | None = None
 

@@ -1,6 +1,6 @@
-"""What `/v1/monitor` answers: the contract between a server and its dashboard.
+"""The reply of `/v1/monitor`, which is the contract between a server and its dashboard.
 
-Lists are oldest first and bounded by whoever fills them (some hundred entries are plenty: every poll carries
+Lists are oldest first and bounded by the service (some hundred entries are plenty, because every poll carries
 them all). A figure that is not known is None, and a list or a mapping of which nothing is known is empty: the
 dashboard says so instead of drawing a zero. `pydantic.TypeAdapter(Monitor).validate_python(...)` checks one.
 """
@@ -22,7 +22,7 @@ class Canary(TypedDict):
 
 
 class Usage(TypedDict):
-    """Of one layer: how often each patch was chosen lately, and the entropy of that in nats."""
+    """How often each patch of a layer was chosen lately, and the entropy of that in nats."""
 
     entropy: float | None
     counts: list[float]
@@ -31,8 +31,8 @@ class Usage(TypedDict):
 class OverlayFigures(TypedDict):
     """What is kept of one source."""
 
-    version: int  # that last changed it
-    tokens: int  # that it saw
+    version: int  # the newest that changed it
+    tokens: int  # how many it saw
     bytes: int
     patches: dict[str, int]  # layer -> how many patches differ from the base
 
@@ -49,7 +49,7 @@ class Queue(TypedDict):
     generating: int
     waiting: int  # to be generated
     learning: int  # lessons that wait or are being learned
-    limit: int  # lessons that may
+    limit: int  # lessons that may wait
 
 
 class JournalFigures(TypedDict):

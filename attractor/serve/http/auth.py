@@ -1,15 +1,15 @@
-"""Who may ask what: keys with scopes, and what stands in for keys where only this machine can ask.
+"""Keys and scopes, and the checks that replace them where only this machine is answered.
 
-key = add_key("keys.json", ["generate", "learn"], note="the importer")    # told once; the file has its hash
+key = add_key("keys.json", ["generate", "learn"], note="the importer")    # the file keeps only its hash
 KeyRing.load("keys.json").find("Bearer " + key).scopes
 
-Every route says with `needs` which scopes open it, any of them, or with `open_to_all` that it needs none; one
-that says nothing opens for nobody. Scopes are separate, and a key may have several:
+Every route declares with `needs` the scopes of which any opens it, or with `open_to_all` that it needs none.
+A route that declares nothing is closed. Scopes are separate, and a key may have several:
 
-- generate: models, completions, chats
-- learn: lessons
-- admin: rolling back, forgetting a source
-- monitor: only looking; /ready, /metrics and the figures of the dashboard, which learn and admin open as well
+- generate opens models, completions and chats
+- learn opens lessons
+- admin opens rolling back and forgetting
+- monitor opens /ready, /metrics and the figures of the dashboard, which learn and admin open as well
 
 /health and the files of the dashboard, which hold no data, are open.
 """
@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from attractor.config import check_choice
-from attractor.serve.settings import is_loopback
+from attractor.serve.http.settings import is_loopback
 
 SCOPES = ("generate", "learn", "monitor", "admin")
 FIGURES = ("monitor", "learn", "admin")
-"""Any of these may look."""
+"""Any of these scopes opens the figures of the server."""
 SCHEMA_VERSION = 1
 SHA256 = re.compile("[0-9a-f]{64}")
 HOST = re.compile(r"(\[[0-9a-f:]+\]|[a-z0-9.-]+)(:[0-9]+)?")
@@ -41,7 +41,7 @@ Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
 
 
 def needs(*scopes: str) -> Callable[[Endpoint], Endpoint]:
-    """Any of these scopes opens the route."""
+    """Declare the scopes of which any opens the route."""
     if not scopes:
         raise ValueError("needs() without a scope: name one of " + ", ".join(SCOPES) + ", or use open_to_all")
     for scope in scopes:
@@ -59,7 +59,7 @@ def _declare(endpoint: Endpoint, scopes: frozenset[str]) -> Endpoint:
 
 
 def declared(route: object) -> frozenset[str] | None:
-    """The scopes any of which opens a route; empty where it is open; None where nothing was declared."""
+    """The scopes of which any opens a route: empty where it is open, None where nothing was declared."""
     return getattr(getattr(route, "endpoint", None), "declared_scopes", None)
 
 
@@ -74,11 +74,11 @@ class Key:
 
 
 LOCAL = Key("local", "", frozenset(SCOPES))
-"""Whoever asks from this machine, where there are no keys."""
+"""The key of every request where there are no keys, and only this machine is answered."""
 
 
 def new_key(scopes: Sequence[str], note: str = "") -> tuple[str, dict[str, Any]]:
-    """A key to hand out, and its entry for a file of keys, from which it cannot be told."""
+    """A key to hand out, and its entry for a file of keys, which holds only its hash."""
     if not scopes:
         raise ValueError("a key without scopes opens nothing: name some of " + ", ".join(SCOPES))
     for scope in scopes:
@@ -89,7 +89,7 @@ def new_key(scopes: Sequence[str], note: str = "") -> tuple[str, dict[str, Any]]
 
 
 def add_key(path: str | Path, scopes: Sequence[str], note: str = "") -> str:
-    """Make a key and add it to a file, which is made if need be. A running server reads it when it starts."""
+    """Make a key and add it to a file, which is created if need be. A server reads it when it starts."""
     path = Path(path)
     entries = _entries(path) if path.exists() else []
     secret, entry = new_key(scopes, note)
@@ -114,7 +114,7 @@ class KeyRing:
         return cls(keys)
 
     def find(self, authorization: str | None) -> Key | None:
-        """The key of an Authorization header. Takes as long for a wrong key as for a right one."""
+        """The key of an Authorization header. A wrong key takes as long as a right one."""
         kind, _, secret = (authorization or "").partition(" ")
         given = _hash(secret.strip())
         found = None
@@ -161,10 +161,10 @@ def _check_entry(entry: Mapping[str, Any]) -> None:
 
 
 def local_problem(method: str, headers: Mapping[str, str]) -> str | None:
-    """Why a request may not be from this machine's own user; None if nothing speaks against it.
+    """The reason why a request may come from elsewhere than from this machine's user, or None.
 
-    A page in a browser here can send requests here. By the Host header we know a name that was made to point
-    to this machine, by Origin and Sec-Fetch-Site a page from elsewhere.
+    A page in a browser on this machine can send requests to it. The Host header shows a foreign name that
+    points to this machine, and Origin and Sec-Fetch-Site show a page of another site.
     """
     host = headers.get("host", "").lower()
     name = HOST.fullmatch(host)

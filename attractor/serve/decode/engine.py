@@ -1,9 +1,9 @@
-"""One thread writes all texts: it reads prompts, gives every row its next token, and hands the tokens out.
+"""One thread generates all texts: it reads prompts, gives every sequence its next token, and hands it out.
 
 engine = Engine(publication)
-ticket = engine.submit(Job(prompt=[1, 2, 3], max_tokens=20, seed=0))
-for written in ticket: ...               # or: async for written in ticket
-ticket.finish, ticket.version
+stream = engine.submit(Job(prompt=[1, 2, 3], max_tokens=20, seed=0))
+for token in stream: ...                 # or: async for token in stream
+stream.finish, stream.version
 engine.publish(newer)                    # for the jobs that start from now on
 engine.close(drain_s=10)
 """
@@ -11,8 +11,7 @@ engine.close(drain_s=10)
 import logging
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections import abc, deque
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -20,23 +19,28 @@ import torch
 
 from attractor.config import check_number, check_size
 from attractor.generate import check_settings
-from attractor.serve.desk import Desk
+from attractor.serve.decode.batch import Batch
+from attractor.serve.decode.sequences import (
+    PIECE,
+    GeneratedToken,
+    Publication,
+    Sampling,
+    Sequence,
+    read_prompt,
+)
+from attractor.serve.decode.stream import Finish, Stream, StreamBuffer
 from attractor.serve.errors import Busy
-from attractor.serve.lanes import PIECE, Draw, Publication, Row, Written, read
-from attractor.serve.ticket import Finish, Outlet, Ticket
-
-__all__ = ["Engine", "Job", "Pin", "Publication", "Ticket", "Written"]
 
 log = logging.getLogger("attractor")
 
-RECENT_S = 10.0  # what "tokens per second" looks back on
+RECENT_S = 10.0  # "tokens per second" is the rate of so many seconds
 
 
 @dataclass(frozen=True)
 class Job:
-    """A text to write. A token in `stop_tokens` ends it, and is not handed out."""
+    """A text to generate. A token in `stop_tokens` ends it, and is not handed out."""
 
-    prompt: Sequence[int]
+    prompt: abc.Sequence[int]
     max_tokens: int = 200
     temperature: float = 1.0
     top_k: int | None = None
@@ -54,7 +58,7 @@ class Job:
 
 
 class Pin:
-    """Jobs that share one are written with the same version: that of the first of them to start."""
+    """Jobs that share a pin are generated with one version: that of the first of them to start."""
 
     publication: Publication | None = None
 
@@ -64,12 +68,12 @@ class Task:
     """A job on its way through the engine."""
 
     job: Job
-    outlet: Outlet
+    buffer: StreamBuffer
     pin: Pin
     since: float = 0.0  # when it was admitted
-    row: Row | None = None
-    reading: Iterator[None] | None = None
-    written: int = 0
+    sequence: Sequence | None = None
+    reading: abc.Iterator[None] | None = None
+    generated: int = 0
 
 
 class Engine:
@@ -81,30 +85,30 @@ class Engine:
         max_waiting: int = 256,
         threads: int | None = None,
     ) -> None:
-        """`threads` are torch's, for the thread that writes (default: as many as torch takes)."""
+        """`threads` are torch's, for the engine's thread (default: as many as torch takes)."""
         check_size("max_rows", max_rows)
         check_size("max_waiting", max_waiting)
         self.max_rows, self.max_waiting, self.threads = max_rows, max_waiting, threads
         self.publication = publication
-        self._changed = threading.Condition()  # guards the publication, what waits, and the figures
+        self._changed = threading.Condition()  # guards the publication, the waiting jobs, and the figures
         self._waiting: deque[Task] = deque()
         self._closing_at: float | None = None
-        self._figures: dict[str, Any] = {"rows": 0, "versions": {}}
+        self._rows = 0  # texts that are being generated
         self._tokens: deque[tuple[float, int]] = deque()  # when, and how many
         self._recent: deque[dict[str, Any]] = deque(maxlen=32)
         self._seconds_per_job = 1.0
         self._since = time.monotonic()
         # what follows belongs to the thread
-        self._desk = Desk(publication.device)
+        self._batch = Batch(publication.device)
         self._to_read: deque[Task] = deque()  # the first of them is reading
-        self._tasks: dict[Row, Task] = {}
+        self._tasks: dict[Sequence, Task] = {}
         self._thread = threading.Thread(target=self._run, name="attractor-engine", daemon=True)
         self._thread.start()
 
     # --- for any thread
 
     def publish(self, publication: Publication) -> None:
-        """Jobs that start from now on are written with this; those that started go on as they began."""
+        """Use this for jobs that start from now on; those that started go on as they began."""
         now = self.publication
         if (publication.vocab_size, publication.device) != (now.vocab_size, now.device):
             raise ValueError(
@@ -114,8 +118,8 @@ class Engine:
         with self._changed:
             self.publication = publication
 
-    def submit(self, job: Job, pin: Pin | None = None) -> Ticket:
-        """Raises Busy when too many wait, ValueError for a job that cannot be written."""
+    def submit(self, job: Job, pin: Pin | None = None) -> Stream:
+        """Raises Busy when too many jobs wait, ValueError for a job that cannot be generated."""
         self._check(job)
         with self._changed:
             if self._closing_at is not None:
@@ -123,10 +127,10 @@ class Engine:
             if len(self._waiting) >= self.max_waiting:
                 wait = self._seconds_per_job * len(self._waiting) / self.max_rows
                 raise Busy(f"{len(self._waiting)} jobs wait already", retry_after=min(max(wait, 1.0), 60.0))
-            outlet = Outlet()
-            self._waiting.append(Task(job, outlet, pin or Pin()))
+            buffer = StreamBuffer()
+            self._waiting.append(Task(job, buffer, pin or Pin()))
             self._changed.notify_all()
-        return Ticket(outlet)
+        return Stream(buffer)
 
     def _check(self, job: Job) -> None:
         names, size = self.publication.guard.names, self.publication.vocab_size
@@ -143,17 +147,20 @@ class Engine:
         return self._thread.is_alive()
 
     def stats(self) -> dict[str, Any]:
+        """How many texts are generated and wait, the tokens per second, and the newest texts."""
         with self._changed:
             now = time.monotonic()
             count = sum(tokens for at, tokens in self._tokens if at > now - RECENT_S)
             seconds = min(RECENT_S, max(now - self._since, 0.1))
             return {
-                **self._figures, "waiting": len(self._waiting), "tokens_per_second": count / seconds,
-                "version": self.publication.version, "recent": list(self._recent),
-            }  # fmt: skip
+                "rows": self._rows,
+                "waiting": len(self._waiting),
+                "tokens_per_second": count / seconds,
+                "recent": list(self._recent),
+            }
 
     def close(self, drain_s: float = 10.0) -> None:
-        """No new jobs; those that are there get `drain_s` seconds. Returns when the thread has ended."""
+        """Take no new jobs, give the others `drain_s` seconds, and return when the thread has ended."""
         check_number("drain_s", drain_s, "a number of seconds, 0 or more", lambda seconds: seconds >= 0)
         with self._changed:
             until = time.monotonic() + drain_s
@@ -177,19 +184,19 @@ class Engine:
             while self._has_work():
                 self._turn()
             finish = "cancelled"
-        finally:  # whatever happened, nobody waits for ever
+        finally:  # whatever happened, no reader may wait for ever
             with self._changed:
                 self._closing_at = self._closing_at or time.monotonic()
                 left = [*self._waiting, *self._to_read, *self._tasks.values()]
-                self._figures = {"rows": 0, "versions": {}}
+                self._rows = 0
                 for tasks in (self._waiting, self._to_read, self._tasks):
                     tasks.clear()
-            self._desk = Desk(self._desk.device)
+            self._batch = Batch(self._batch.device)
             for task in left:
-                task.outlet.end(finish, "the engine has ended")
+                task.buffer.end(finish, "the engine has ended")
 
     def _has_work(self) -> bool:
-        """Sleeps until there is some; False when the engine is to end."""
+        """Sleep until there is work, and return True; False when the engine is to end."""
         with self._changed:
             busy = bool(self._tasks or self._to_read)
             while not busy and not self._waiting and self._closing_at is None:
@@ -202,49 +209,49 @@ class Engine:
         self._drop_cancelled()
         self._read_on()
         try:
-            written, failed = self._desk.step()
-        except Exception as error:  # nobody knows what it left behind
-            log.exception("a step failed: its rows end")
-            written, failed = [], dict.fromkeys(self._tasks, f"{type(error).__name__}: {error}")
-            self._desk = Desk(self._desk.device)
-        for row, reason in failed.items():
-            self._end(self._tasks[row], "error", reason)
-        self._hand_out(written)
-        self._account(len(written))
+            generated, failed = self._batch.step()
+        except Exception as error:  # what it left behind is unknown
+            log.exception("a step failed: its sequences end")
+            generated, failed = [], dict.fromkeys(self._tasks, f"{type(error).__name__}: {error}")
+            self._batch = Batch(self._batch.device)
+        for sequence, reason in failed.items():
+            self._end(self._tasks[sequence], "error", reason)
+        self._hand_out(generated)
+        self._account(len(generated))
 
     def _drop_cancelled(self) -> None:
         with self._changed:
-            waiting = [task for task in self._waiting if task.outlet.cancelled]
+            waiting = [task for task in self._waiting if task.buffer.cancelled]
             for task in waiting:
                 self._waiting.remove(task)
-        reading = [task for task in self._to_read if task.outlet.cancelled]
+        reading = [task for task in self._to_read if task.buffer.cancelled]
         for task in reading:
             self._to_read.remove(task)
-        tasks = [task for task in self._tasks.values() if task.outlet.cancelled]
+        tasks = [task for task in self._tasks.values() if task.buffer.cancelled]
         for task in [*waiting, *reading, *tasks]:
             self._end(task, "cancelled", None)
 
     def _admit(self) -> None:
-        """The next job starts, with what is published now."""
+        """Start the next job, with the newest publication."""
         with self._changed:
             if not self._waiting or len(self._tasks) + len(self._to_read) >= self.max_rows:
                 return
             task = self._waiting.popleft()
             publication = task.pin.publication = task.pin.publication or self.publication
         job, task.since = task.job, time.monotonic()
-        task.outlet.version = publication.version
+        task.buffer.version = publication.version
         try:
-            draw = Draw(job.temperature, job.top_k, job.top_p, job.seed)
+            sampling = Sampling(job.temperature, job.top_k, job.top_p, job.seed)
             if job.path not in (None, *publication.guard.names):
                 raise ValueError(f"the path {job.path!r} was dropped")
-            task.row = Row(publication, job.prompt, draw, job.path)
+            task.sequence = Sequence(publication, job.prompt, sampling, job.path)
         except Exception as error:
             self._end(task, "error", str(error))
         else:
             self._to_read.append(task)
 
     def _read_on(self) -> None:
-        """Texts whose context was full, and one new prompt; a piece in all, so that nobody waits for long."""
+        """Read texts whose context was full, and one new prompt; a piece in all, so that the others go on."""
         admitted, left = False, PIECE
         while left > 0:
             if not self._to_read:
@@ -257,12 +264,12 @@ class Engine:
             left -= tokens
 
     def _read_first(self) -> int:
-        """The tokens that were read, or 0 if there are more, which have to wait."""
+        """Return how many tokens were read, or 0 if there are more, which have to wait."""
         task = self._to_read[0]
-        row = task.row
-        assert row is not None
+        sequence = task.sequence
+        assert sequence is not None
         try:
-            task.reading = task.reading or read(row)
+            task.reading = task.reading or read_prompt(sequence)
             if next(task.reading, self) is not self:
                 return 0
         except Exception as error:
@@ -272,56 +279,57 @@ class Engine:
             return 1
         task.reading = None
         self._to_read.popleft()
-        self._tasks[row] = task
-        self._desk.join(row)
-        return row.length * len(row.seats)
+        self._tasks[sequence] = task
+        self._batch.add(sequence)
+        return sequence.length * len(sequence.caches)
 
-    def _hand_out(self, written: list[tuple[Row, Written]]) -> None:
-        for row, one in written:
-            task = self._tasks[row]
+    def _hand_out(self, generated: list[tuple[Sequence, GeneratedToken]]) -> None:
+        for sequence, one in generated:
+            task = self._tasks[sequence]
             if one.token in task.job.stop_tokens:
                 self._end(task, "stop", None)
                 continue
-            task.written += 1
-            task.outlet.put(one)
-            if task.written >= task.job.max_tokens:
+            task.generated += 1
+            task.buffer.put(one)
+            if task.generated >= task.job.max_tokens:
                 self._end(task, "length", None)
-            elif row.is_full:
-                self._read_again(task, row)
+            elif sequence.is_full:
+                self._read_again(task, sequence)
 
-    def _read_again(self, task: Task, row: Row) -> None:
+    def _read_again(self, task: Task, sequence: Sequence) -> None:
         try:
-            self._desk.set_aside(row)
+            self._batch.take_out(sequence)
         except Exception as error:
             self._end(task, "error", f"{type(error).__name__}: {error}")
         else:
-            del self._tasks[row]
+            del self._tasks[sequence]
             self._to_read.append(task)
 
     def _end(self, task: Task, finish: Finish, message: str | None) -> None:
-        row, now = task.row, time.monotonic()
-        if row is not None and self._tasks.pop(row, None) is not None:
-            if row in self._desk.rows:
-                self._note(task, row, finish)
-            self._desk.leave([row])
+        sequence, now = task.sequence, time.monotonic()
+        if sequence is not None and self._tasks.pop(sequence, None) is not None:
+            if sequence in self._batch.sequences:
+                self._note(task, sequence, finish)
+            self._batch.remove([sequence])
         if finish in ("stop", "length"):
             self._seconds_per_job += 0.1 * (now - task.since - self._seconds_per_job)
-        task.outlet.end(finish, message)
+        task.buffer.end(finish, message)
 
-    def _note(self, task: Task, row: Row, finish: Finish) -> None:
+    def _note(self, task: Task, sequence: Sequence, finish: Finish) -> None:
         seen = {
-            "at": time.time(), "version": row.publication.version, "tokens": task.written, "finish": finish,
-            "posterior": self._desk.posterior(row),
-        }  # fmt: skip
+            "at": time.time(),
+            "version": sequence.publication.version,
+            "tokens": task.generated,
+            "finish": finish,
+            "posterior": self._batch.posterior(sequence),
+        }
         with self._changed:
             self._recent.append(seen)
 
     def _account(self, tokens: int) -> None:
-        busy = [*self._tasks.values(), *self._to_read]
-        versions = Counter(task.outlet.version for task in busy)
         now = time.monotonic()
         with self._changed:
-            self._figures = {"rows": len(busy), "versions": dict(versions)}
+            self._rows = len(self._tasks) + len(self._to_read)
             self._tokens.append((now, tokens))
             while self._tokens[0][0] < now - RECENT_S:
                 self._tokens.popleft()

@@ -1,4 +1,4 @@
-"""Nobody gets further than their key says; nothing too large, too slow or malformed changes anything."""
+"""A key opens what its scopes say; bodies that are too large, slow or malformed change nothing."""
 
 import asyncio
 import hashlib
@@ -16,11 +16,11 @@ from schemathesis.checks import not_a_server_error
 from serving import Running
 from starlette.testclient import TestClient
 
-from attractor.serve import app as app_module
-from attractor.serve.app import create_app
-from attractor.serve.gate import too_deep
-from attractor.serve.security import SCOPES, Key, KeyRing, add_key, declared, local_problem, needs, new_key
-from attractor.serve.settings import ServeSettings, is_loopback
+from attractor.serve.http import app as app_module
+from attractor.serve.http.app import create_app
+from attractor.serve.http.auth import SCOPES, Key, KeyRing, add_key, declared, local_problem, needs, new_key
+from attractor.serve.http.middleware import json_problem
+from attractor.serve.http.settings import ServeSettings, is_loopback
 
 SCOPES_OF = {
     ("GET", "/health"): "open",
@@ -96,7 +96,7 @@ def test_an_app_with_an_undeclared_route_does_not_start(monkeypatch):
         create_app(FakeService(), ServeSettings())
 
 
-def test_a_route_that_appears_later_opens_for_nobody(service, keys):
+def test_a_route_that_appears_later_is_closed(service, keys):
     app = create_app(service, ServeSettings(keys=keys[0]))
     app.add_api_route("/backdoor", lambda: "in")
     client = TestClient(app)
@@ -160,7 +160,7 @@ def test_every_key_is_compared_whatever_matches(monkeypatch):
         seen.append((a, b))
         return a == b
 
-    monkeypatch.setattr("attractor.serve.security.hmac.compare_digest", compare)
+    monkeypatch.setattr("attractor.serve.http.auth.hmac.compare_digest", compare)
     assert ring.find(f"Bearer {entries[0][0]}").id == entries[0][1]["id"]
     assert len(seen) == 5
 
@@ -315,7 +315,7 @@ def depth(value):
 
 @given(nested, st.integers(1, 6))
 def test_depth_of_json(value, limit):
-    assert too_deep(json.dumps(value).encode(), limit) == (depth(value) > limit)
+    assert (json_problem(json.dumps(value).encode(), limit, 1000) is not None) == (depth(value) > limit)
 
 
 def test_bodies_that_are_not_what_they_should_be(service):

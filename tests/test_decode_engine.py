@@ -1,4 +1,4 @@
-"""The engine: many threads ask, one writes; nobody waits for ever, and no text mixes versions."""
+"""The engine: many threads ask, one generates; no reader waits for ever, and no text mixes versions."""
 
 import asyncio
 import gc
@@ -12,9 +12,9 @@ import torch
 from attractor.config import APNConfig, GPTConfig
 from attractor.generate import generate
 from attractor.model import GPT
-from attractor.serve.engine import Engine, Job, Pin
+from attractor.serve.decode.engine import Engine, Job, Pin
+from attractor.serve.decode.sequences import Publication
 from attractor.serve.errors import Busy
-from attractor.serve.lanes import Publication
 
 VOCABULARY, CONTEXT, PATIENCE = 11, 32, 300.0
 
@@ -52,9 +52,9 @@ def alone(job, publication=PUBLICATION):
     return [int(token) for token in generate(model, torch.tensor([list(job.prompt)]), **options)]
 
 
-def tokens_of(ticket):
+def tokens_of(stream):
     found = []
-    while (written := ticket.next(PATIENCE)) is not None:
+    while (written := stream.next(PATIENCE)) is not None:
         found.append(written.token)
     return found
 
@@ -94,11 +94,11 @@ def gated(gate):
 def test_what_is_written_is_what_generate_writes():
     with Engine(PUBLICATION, max_rows=6) as engine:
         jobs = some_jobs(20, tokens=40)
-        tickets = [engine.submit(job) for job in jobs]
-        for job, ticket in zip(jobs, tickets, strict=True):
-            assert tokens_of(ticket) == alone(job)
-            assert (ticket.finish, ticket.version, ticket.message) == ("length", 1, None)
-        assert tickets[0].next(0) is None  # again and again
+        streams = [engine.submit(job) for job in jobs]
+        for job, stream in zip(jobs, streams, strict=True):
+            assert tokens_of(stream) == alone(job)
+            assert (stream.finish, stream.version, stream.message) == ("length", 1, None)
+        assert streams[0].next(0) is None  # again and again
 
 
 def test_written_says_who_wrote():
@@ -117,16 +117,24 @@ def test_written_says_who_wrote():
         assert set(recent[0]["posterior"]) == {"base", "x"}
 
 
+@pytest.mark.parametrize("numbers", [{"temperature": 1e-40}, {"temperature": 1e-30}, {"top_p": 1e-320}])
+def test_numbers_that_underflow_choose_the_likeliest_token(numbers):
+    with Engine(PUBLICATION) as engine:
+        stream = engine.submit(Job([3, 4], max_tokens=20, **numbers))
+        assert tokens_of(stream) == alone(Job([3, 4], max_tokens=20, temperature=0.0))
+        assert stream.finish == "length"
+
+
 def test_stop_tokens_end_a_text_and_are_not_handed_out():
     job = Job([3, 4], max_tokens=30, temperature=1.0, seed=5)
     wanted = alone(job)
     stop = wanted[10]
     with Engine(PUBLICATION) as engine:
-        ticket = engine.submit(
+        stream = engine.submit(
             Job([3, 4], max_tokens=30, temperature=1.0, seed=5, stop_tokens=frozenset({stop}))
         )
-        assert tokens_of(ticket) == wanted[: wanted.index(stop)]
-        assert ticket.finish == "stop"
+        assert tokens_of(stream) == wanted[: wanted.index(stop)]
+        assert stream.finish == "stop"
 
 
 def test_many_threads_at_once():
@@ -136,11 +144,11 @@ def test_many_threads_at_once():
         for job in mine:
             while True:
                 try:
-                    ticket = engine.submit(job)
+                    stream = engine.submit(job)
                     break
                 except Busy as busy:
                     time.sleep(busy.retry_after / 100)
-            if tokens_of(ticket) != alone(job):
+            if tokens_of(stream) != alone(job):
                 wrong.append(job)
 
     with Engine(PUBLICATION, max_rows=5, max_waiting=4) as engine:
@@ -155,31 +163,31 @@ def test_many_threads_at_once():
 
 
 def test_a_job_keeps_the_version_it_began_with():
-    """Every version is another model, and every text is that of the version on its ticket."""
+    """Every version is another model, and every text is that of the version on its stream."""
     versions = {number: Publication(number, {"base": BASE, "x": model_of(number)}) for number in range(1, 5)}
     with Engine(versions[1], max_rows=8) as engine:
-        jobs, tickets = some_jobs(24), []
+        jobs, streams = some_jobs(24), []
         for number, job in enumerate(jobs):
-            tickets.append(engine.submit(job))
+            streams.append(engine.submit(job))
             if number % 6 == 5:
-                until(lambda: tickets[-1].version is not None)
+                until(lambda: streams[-1].version is not None)
                 engine.publish(versions[min(2 + number // 6, 4)])
-        for job, ticket in zip(jobs, tickets, strict=True):
-            assert tokens_of(ticket) == alone(job, versions[ticket.version])
-        assert [ticket.version for ticket in tickets[5::6]] == [1, 2, 3, 4]
+        for job, stream in zip(jobs, streams, strict=True):
+            assert tokens_of(stream) == alone(job, versions[stream.version])
+        assert [stream.version for stream in streams[5::6]] == [1, 2, 3, 4]
 
 
 def test_jobs_of_one_request_have_one_version():
     versions = [Publication(number, {"base": BASE, "x": model_of(number)}) for number in (1, 2)]
     with Engine(versions[0], max_rows=1) as engine:
         pin = Pin()
-        tickets = [engine.submit(Job(prompt=[1, 2], max_tokens=5), pin) for _ in range(4)]
-        until(lambda: tickets[0].version is not None)
+        streams = [engine.submit(Job(prompt=[1, 2], max_tokens=5), pin) for _ in range(4)]
+        until(lambda: streams[0].version is not None)
         engine.publish(versions[1])
         later = engine.submit(Job(prompt=[1, 2], max_tokens=5))
-        for ticket in [*tickets, later]:
-            tokens_of(ticket)
-        assert [ticket.version for ticket in tickets] == [1] * 4
+        for stream in [*streams, later]:
+            tokens_of(stream)
+        assert [stream.version for stream in streams] == [1] * 4
         assert later.version == 2
 
 
@@ -189,16 +197,16 @@ def test_a_publication_is_let_go_with_its_last_job(gate):
     old = Publication(1, {"base": model})
     watch, model_watch = weakref.ref(old), weakref.ref(model)
     with Engine(old) as engine:
-        tickets = [engine.submit(Job([1], max_tokens=5)) for _ in range(3)]
-        until(lambda: tickets[0].version == 1)
+        streams = [engine.submit(Job([1], max_tokens=5)) for _ in range(3)]
+        until(lambda: streams[0].version == 1)
         del old, model
         engine.publish(PUBLICATION)
         gc.collect()
         assert watch() is not None
         gate.set()
-        for ticket in tickets:
-            tokens_of(ticket)
-        assert tickets[0].version == 1
+        for stream in streams:
+            tokens_of(stream)
+        assert streams[0].version == 1
         until(lambda: watch() is None and model_watch() is None)
         assert tokens_of(engine.submit(Job([1], max_tokens=2)))
 
@@ -224,20 +232,20 @@ def test_cancelling(gated, gate):
         assert third.finish == "length"
 
 
-def test_who_drops_a_ticket_wants_no_more():
+def test_a_stream_without_a_reader_is_cancelled():
     with Engine(PUBLICATION) as engine:
-        ticket = engine.submit(Job([1], max_tokens=10**6))
-        for _ in ticket:
+        stream = engine.submit(Job([1], max_tokens=10**6))
+        for _ in stream:
             break
         assert engine.stats()["rows"] <= 1
-        assert ticket.next(PATIENCE) is not None  # to leave a loop is not to drop it
-        del ticket, _
+        assert stream.next(PATIENCE) is not None  # to leave a loop is not to drop it
+        del stream, _
         gc.collect()
         until(lambda: engine.stats()["rows"] == 0 and engine.stats()["recent"])
         assert engine.stats()["recent"][-1]["finish"] == "cancelled"
 
 
-def test_a_reader_who_does_not_read_holds_nobody_up():
+def test_a_reader_that_does_not_read_holds_up_no_other():
     with Engine(PUBLICATION) as engine:
         idle, quick = engine.submit(Job([1], max_tokens=300, seed=0)), engine.submit(Job([2], max_tokens=20))
         assert len(tokens_of(quick)) == 20
@@ -251,17 +259,17 @@ def test_coroutines():
     async def read(engine, job):
         return [written.token async for written in engine.submit(job)]
 
-    async def drain(ticket):
-        async for _ in ticket:
+    async def drain(stream):
+        async for _ in stream:
             pass
 
     async def everything(engine):
-        ticket = engine.submit(Job([1], max_tokens=10**6))
+        stream = engine.submit(Job([1], max_tokens=10**6))
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(drain(ticket), 0.05)
-        ticket.cancel()
-        await drain(ticket)
-        assert ticket.finish == "cancelled"
+            await asyncio.wait_for(drain(stream), 0.05)
+        stream.cancel()
+        await drain(stream)
+        assert stream.finish == "cancelled"
         return await asyncio.gather(*(read(engine, job) for job in jobs))
 
     with Engine(PUBLICATION) as engine:
@@ -269,14 +277,14 @@ def test_coroutines():
 
 
 def test_a_loop_that_closed_ends_its_jobs(gated, gate):
-    """Somebody waited in it, and will never read again."""
+    """Its reader will never read again."""
     with Engine(gated) as engine:
-        ticket, loop = engine.submit(Job([1], max_tokens=10**6)), asyncio.new_event_loop()
+        stream, loop = engine.submit(Job([1], max_tokens=10**6)), asyncio.new_event_loop()
         loop.close()
-        ticket._outlet.sleepers.append((loop, asyncio.Event()))
+        stream._buffer.sleepers.append((loop, asyncio.Event()))
         gate.set()
-        tokens_of(ticket)
-        assert ticket.finish == "cancelled"
+        tokens_of(stream)
+        assert stream.finish == "cancelled"
 
 
 def test_rows_are_read_in_one_pass(gated, gate):
@@ -284,9 +292,9 @@ def test_rows_are_read_in_one_pass(gated, gate):
     passes, model = [], gated.paths["base"]
     model.register_forward_hook(lambda *_: passes.append(1))
     with Engine(gated) as engine:
-        tickets = [engine.submit(Job([1, 2], max_tokens=20)) for _ in range(16)]
+        streams = [engine.submit(Job([1, 2], max_tokens=20)) for _ in range(16)]
         gate.set()
-        assert [len(tokens_of(ticket)) for ticket in tickets] == [20] * 16
+        assert [len(tokens_of(stream)) for stream in streams] == [20] * 16
     assert 16 + 20 <= len(passes) <= 16 + 16 + 20
 
 
@@ -311,9 +319,9 @@ def test_closing():
 
 def test_closing_lets_those_who_wait_finish():
     engine = Engine(PUBLICATION, max_rows=1)
-    tickets = [engine.submit(job) for job in some_jobs(6)]
+    streams = [engine.submit(job) for job in some_jobs(6)]
     engine.close(PATIENCE)
-    assert [ticket.finish for ticket in tickets] == ["length"] * 6
+    assert [stream.finish for stream in streams] == ["length"] * 6
 
 
 class Moody(GPT):
@@ -340,16 +348,16 @@ def test_failures_stay_where_they_happen():
 
 def test_a_step_that_fails_as_a_whole_ends_its_rows(monkeypatch):
     with Engine(PUBLICATION) as engine:
-        ticket = engine.submit(Job([1], max_tokens=10**6))
-        assert ticket.next(PATIENCE) is not None
+        stream = engine.submit(Job([1], max_tokens=10**6))
+        assert stream.next(PATIENCE) is not None
 
         def fail(*_):
             monkeypatch.undo()
             raise MemoryError("full")
 
-        monkeypatch.setattr(engine._desk, "_write", fail)
-        tokens_of(ticket)
-        assert (ticket.finish, ticket.message) == ("error", "MemoryError: full")
+        monkeypatch.setattr(engine._batch, "_write", fail)
+        tokens_of(stream)
+        assert (stream.finish, stream.message) == ("error", "MemoryError: full")
         assert tokens_of(engine.submit(Job([1], max_tokens=3, seed=0))) == alone(
             Job([1], max_tokens=3, seed=0)
         )

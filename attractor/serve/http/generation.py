@@ -1,4 +1,4 @@
-"""Texts under way: from a request to jobs, and from their tickets to pieces of text."""
+"""The texts of a request: from its form to jobs, and from their streams to pieces of text."""
 
 import asyncio
 import time
@@ -8,13 +8,14 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from attractor.serve.api.replies import Problem, problem_of
-from attractor.serve.api.schemas import Generation
-from attractor.serve.engine import Job, Pin, Ticket
-from attractor.serve.metrics import Metrics
+from attractor.serve.decode.detokenize import Piece, TextDecoder, TokenText
+from attractor.serve.decode.engine import Job, Pin
+from attractor.serve.decode.stream import Stream
+from attractor.serve.http.metrics import Metrics
+from attractor.serve.http.replies import Problem, problem_of
+from attractor.serve.http.schemas import GenerationForm
+from attractor.serve.http.settings import ServeSettings
 from attractor.serve.service import Service
-from attractor.serve.settings import ServeSettings
-from attractor.serve.text import Piece, Told, Writer
 
 Result = TypeVar("Result")
 
@@ -25,50 +26,50 @@ class Prompt:
     text: str | None = None  # to be repeated before the answer
 
 
-class Gone(Exception):
-    """The client left."""
+class Disconnected(Exception):
+    """The client has disconnected."""
 
 
 class Choice:
     """One of the texts of a request."""
 
-    def __init__(self, index: int, prompt: Prompt, ticket: Ticket, writer: Writer) -> None:
-        self.index, self.prompt, self.ticket, self.writer = index, prompt, ticket, writer
-        self.text, self.tokens = "", list[Told]()
+    def __init__(self, index: int, prompt: Prompt, stream: Stream, decoder: TextDecoder) -> None:
+        self.index, self.prompt, self.stream, self.decoder = index, prompt, stream, decoder
+        self.text, self.tokens = "", list[TokenText]()
         self.reason: str | None = None
 
     @property
     def version(self) -> int:
-        return self.ticket.version or 0
+        return self.stream.version or 0
 
     async def pieces(self) -> AsyncIterator[Piece]:
-        """What to send, as it comes. Afterwards `reason` says why it ended."""
-        async for written in self.ticket:
-            yield self._kept(self.writer.push(written))
-            if self.writer.stopped:
-                self.ticket.cancel()
+        """What to send, piece by piece. Afterwards `reason` says why the text ended."""
+        async for token in self.stream:
+            yield self._keep(self.decoder.push(token))
+            if self.decoder.stopped:
+                self.stream.cancel()
                 self.reason = "stop"
                 return
-        if self.ticket.finish not in ("stop", "length"):
+        if self.stream.finish not in ("stop", "length"):
             raise self._failure()
-        rest = self._kept(self.writer.finish())
-        self.reason = "stop" if self.writer.stopped else self.ticket.finish
+        rest = self._keep(self.decoder.finish())
+        self.reason = "stop" if self.decoder.stopped else self.stream.finish
         yield rest
 
-    def _kept(self, piece: Piece) -> Piece:
+    def _keep(self, piece: Piece) -> Piece:
         self.text += piece.text
         self.tokens += piece.tokens
         return piece
 
     def _failure(self) -> Problem:
-        if self.ticket.finish == "cancelled":
+        if self.stream.finish == "cancelled":
             return Problem(503, "the server stopped writing this: it is closing", code="cancelled")
-        return problem_of(RuntimeError(self.ticket.message or "a generation failed"))
+        return problem_of(RuntimeError(self.stream.message or "a generation failed"))
 
 
 @dataclass
-class Batch:
-    """All texts of a request. Leaving it cancels whatever is not done."""
+class Generation:
+    """All texts of a request."""
 
     service: Service
     metrics: Metrics
@@ -77,7 +78,7 @@ class Batch:
     started: float = field(default_factory=time.perf_counter)
 
     def submit(
-        self, form: Generation, prompts: Sequence[Prompt], max_tokens: int, stops: Sequence[str]
+        self, form: GenerationForm, prompts: Sequence[Prompt], max_tokens: int, stops: Sequence[str]
     ) -> None:
         path = path_of(self.service, form.model)
         each, pin = form.n or 1, Pin()
@@ -85,14 +86,18 @@ class Batch:
             for index in range(len(prompts) * each):
                 prompt = prompts[index // each]
                 job = Job(
-                    prompt=prompt.tokens, max_tokens=max_tokens, path=path,
-                    top_k=form.top_k, top_p=form.top_p,
+                    prompt=prompt.tokens,
+                    max_tokens=max_tokens,
+                    path=path,
+                    top_k=form.top_k,
+                    top_p=form.top_p,
                     temperature=1.0 if form.temperature is None else form.temperature,
                     seed=None if form.seed is None else (form.seed + index) % (1 << 63),
-                    stop_tokens=getattr(self.service, "stop_tokens", frozenset()),
-                )  # fmt: skip
-                ticket = self.service.submit(job, pin)
-                self.choices.append(Choice(index, prompt, ticket, Writer(self.service.tokenizer, stops)))
+                    stop_tokens=self.service.stop_tokens,
+                )
+                stream = self.service.submit(job, pin)
+                decoder = TextDecoder(self.service.tokenizer, stops)
+                self.choices.append(Choice(index, prompt, stream, decoder))
         except BaseException:
             self.cancel()
             raise
@@ -101,10 +106,10 @@ class Batch:
     def cancel(self) -> None:
         for choice in self.choices:
             if choice.reason is None:
-                choice.ticket.cancel()
+                choice.stream.cancel()
 
     def done(self) -> None:
-        """To be called however a request ends."""
+        """Count the request, and cancel what is not finished. This must be called however a request ends."""
         self.cancel()
         self.metrics.written_tokens.inc(self.written_tokens)
         for choice in self.choices:
@@ -116,7 +121,7 @@ class Batch:
 
     @property
     def written_tokens(self) -> int:
-        return sum(choice.writer.count for choice in self.choices)
+        return sum(choice.decoder.count for choice in self.choices)
 
     @property
     def usage(self) -> dict[str, int]:
@@ -128,7 +133,7 @@ class Batch:
         return sorted({choice.version for choice in self.choices})
 
     async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece | None], None]:
-        """Of all choices as they come; None when one is done and its `reason` known."""
+        """Pieces of all choices as they come, and None when a choice is finished."""
         queue: asyncio.Queue[tuple[Choice, Piece | Exception | None]] = asyncio.Queue()
 
         async def follow(choice: Choice) -> None:
@@ -159,7 +164,7 @@ class Batch:
 
 
 def path_of(service: Service, model: str) -> str | None:
-    """The path that a model's name means; None is the mixture."""
+    """The path that the name of a model stands for; None is the mixture."""
     if model == service.name:
         return None
     path = model.removeprefix(f"{service.name}:")
@@ -169,7 +174,7 @@ def path_of(service: Service, model: str) -> str | None:
     return path
 
 
-def check_size(form: Generation, prompts: int, max_tokens: int, settings: ServeSettings) -> None:
+def check_size(form: GenerationForm, prompts: int, max_tokens: int, settings: ServeSettings) -> None:
     choices = prompts * (form.n or 1)
     if choices > settings.max_choices:
         message = f"{choices} texts were asked for (prompts times n); at most {settings.max_choices}"
@@ -180,7 +185,7 @@ def check_size(form: Generation, prompts: int, max_tokens: int, settings: ServeS
 
 
 def fit(service: Service, settings: ServeSettings, prompts: list[Prompt], truncate: bool) -> list[Prompt]:
-    """The prompts as the model can read them."""
+    """The prompts, cut to the context where this was asked for."""
     total = sum(len(prompt.tokens) for prompt in prompts)
     if total > settings.max_prompt_tokens:
         message = f"the prompts have {total} tokens; at most {settings.max_prompt_tokens}"
@@ -199,8 +204,8 @@ def fit(service: Service, settings: ServeSettings, prompts: list[Prompt], trunca
     return [Prompt(prompt.tokens[-service.context :], prompt.text) for prompt in prompts]
 
 
-async def unless_gone(request: Request, work: Awaitable[Result]) -> Result:
-    """The result of some work, which is given up when the client leaves."""
+async def while_connected(request: Request, work: Awaitable[Result]) -> Result:
+    """The result of some work, which is cancelled when the client disconnects."""
 
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":
@@ -210,7 +215,7 @@ async def unless_gone(request: Request, work: Awaitable[Result]) -> Result:
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise Gone
+            raise Disconnected
         return task.result()
     finally:
         task.cancel()
