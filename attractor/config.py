@@ -5,7 +5,7 @@ This file imports only the standard library, so that a configuration can be read
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, cast, get_args
 
@@ -20,6 +20,8 @@ FFNName = Literal["mlp", "apn", "moe", "switch"]
 FFNStartName = Literal["gpt2", "unit"]
 PrecisionName = Literal["auto", "float32", "bfloat16"]
 ParallelName = Literal["ddp", "fsdp"]
+RoleName = Literal["prototypes", "router", "encoder", "gates", "decoders", "base", "norm"]
+"""What the parameters of an APN layer are for; `attractor.layer.ROLES` says which parameter has which."""
 
 
 def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -55,6 +57,21 @@ def _unless(value: object, *types: type) -> str:
 
 def check_probability(name: str, value: object) -> None:
     check_number(name, value, "a probability, 0 <= p < 1", lambda p: 0 <= p < 1)
+
+
+def check_roles(roles: Iterable[str], name: str = "roles") -> None:
+    """Names of roles in a sequence; a lone string would be taken apart into letters."""
+    if isinstance(roles, str):
+        raise ValueError(f"{name}={roles!r} must be a sequence of roles, such as ({roles!r},)")
+    if unknown := sorted(set(roles) - set(get_args(RoleName))):
+        raise ValueError(f"{name}: unknown roles {unknown}; allowed: {', '.join(get_args(RoleName))}")
+
+
+def check_config(name: str, value: object, kind: type, remedy: str = "") -> None:
+    """A configuration of the right class; `remedy` says what to do with a likely mistake."""
+    if not isinstance(value, kind):
+        shown = type(value).__name__ if dataclasses.is_dataclass(value) else repr(value)
+        raise ValueError(f"{name} is {shown}, and must be of the class {kind.__name__}{remedy}")
 
 
 class JSONConfig:

@@ -22,10 +22,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from attractor.checkpoint import remove_folder, tensors_hash, write_folder
-from attractor.config import check_choice, check_size
+from attractor.config import check_choice, check_roles, check_size
 from attractor.continual.baselines.lora import LowRank
 from attractor.continual.config import AlsoName, AttentionName, check_also
-from attractor.layer import APN, PATCH_ROLES, ROLES, check_roles
+from attractor.layer import APN, PATCH_ROLES, ROLES
 from attractor.model import GPT, Block
 from attractor.version import __version__
 
@@ -263,7 +263,7 @@ class Branch:
                 wanted = max([wanted, *(int(patches.max()) + 1 for key, (patches, _) in overlay.rows.items()
                                         if key.startswith(f"blocks.{number}.ffn."))])  # fmt: skip
             if layer.num_patches != wanted:
-                layer.resize(wanted)
+                layer.resize(wanted, shrink=True)
         for key, layer, name in self._own():
             own, old = layer.get_parameter(name), base[key]
             own[: len(old)] = old
