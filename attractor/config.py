@@ -149,18 +149,18 @@ class APNConfig(JSONConfig):
     layer_norm: bool = False
     """Normalise the input inside the layer, for blocks without a pre-norm."""
     routing_dim: int | None = None
-    """Size of the routing subspace of contextual prototypes (default: a quarter of the width)."""
+    """Size of the routing subspace of contextual prototypes; None is a quarter of the width."""
     routing_groups: int = 1
     """Groups of channels with a routing subspace of their own (contextual prototypes)."""
     offset_rank: int | None = None
-    """Rank of the patch offsets of a shared decoder (default: a quarter of `rank`)."""
+    """Rank of the patch offsets of a shared decoder; None is a quarter of `rank`."""
     num_layers: int = 1
     """Depth of the surrounding model: decoders start at 0.02 / sqrt(2 * num_layers)."""
     radius: float | None = None
     """Basins: a patch acts only on tokens whose cosine with its prototype exceeds its radius. Every patch
-    starts with this one; None (default) is the paper's layer, where the best patches always act."""
+    starts with this one; None is the paper's layer, where the best patches always act."""
     whiten: bool = False
-    """Whiten the input by statistics of background text, which `calibrate` measures (default: no)."""
+    """Whiten the input by statistics of background text, which `calibrate` measures."""
 
     def __post_init__(self) -> None:
         for name in ("num_patches", "top_k", "rank", "routing_groups", "num_layers"):
@@ -216,7 +216,7 @@ class MoEConfig(JSONConfig):
     top_k: int = 2
     """How many experts each token uses (moe). With 1 the router learns by the noise alone."""
     hidden: int | None = None
-    """Width of an expert (default: 4 * dim / top_k, to the nearest 16: a token costs what an MLP costs)."""
+    """Width of an expert; None is 4 * dim / top_k, to the nearest 16: a token costs what an MLP costs."""
     noise: bool = True
     """Noise of a learned size on the router's scores while training (moe)."""
     capacity_factor: float = 1.25
@@ -393,7 +393,7 @@ class DataConfig(JSONConfig):
     tokenizer: str = "char"
     """"char", "byte", "bpe", or the tokenizer.json of another dataset."""
     vocab_size: int | None = None
-    """Size of a BPE vocabulary (default: 4096)."""
+    """Size of a BPE vocabulary; None is 4096."""
     val_fraction: float = 0.1
     """The last part of the text, held out for validation."""
 

@@ -30,7 +30,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = folder / "words.txt"
     text.write_text(" ".join(random.Random(0).choices(["to", "be", "or", "not"], k=500)))
     out = folder / "run"
-    assert cli.main(["train", "tiny_apn", "--data.source", str(text), "--out", str(out), *FAST]) == 0
+    assert cli.main(["train", "tiny_apn", "--data", str(text), "--out", str(out), *FAST]) == 0
     return out
 
 
@@ -51,7 +51,7 @@ def opened(port: int, path: str, **body: object) -> Any:
 def test_a_signal_ends_it_with_a_snapshot(run: Path, tmp_path: Path, number: signal.Signals) -> None:
     data = tmp_path / "data"
     command = [
-        sys.executable, "-m", "attractor.cli", "serve", str(run), "--learn", "--data-dir", str(data),
+        sys.executable, "-m", "attractor.cli", "serve", str(run), "--learn", "--store", str(data),
         "--port", "0", "--limits.drain", "1", "--device", "cpu",
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -89,7 +89,7 @@ def test_what_cannot_be_served_is_told_before_it_is_announced(
 ) -> None:
     keys = tmp_path / "keys.json"
     keys.write_text("{")
-    serve = ["serve", str(run), "--data-dir", str(tmp_path / "data"), "--device", "cpu"]
+    serve = ["serve", str(run), "--store", str(tmp_path / "data"), "--device", "cpu"]
     assert cli.main([*serve, "--keys", str(keys)]) == 1
     told = capsys.readouterr()
     assert "cannot read keys from" in told.err

@@ -106,7 +106,7 @@ class AllocationConfig(JSONConfig):
     cooldown: int = 8192
     """Tokens of a layer from one allocation to the next; for so long a new patch is not recycled either."""
     most_patches: int | None = None
-    """Where "grow" ends (default: twice the patches that were there at first)."""
+    """Where "grow" ends; None is twice the patches that were there at first."""
     usage_horizon: int = 100_000
     """Tokens over which the moving average of usage forgets."""
     min_share: float | None = None
@@ -187,7 +187,7 @@ class GuardConfig(JSONConfig):
     prior: float = 0.5
     """Of the base; overlays share the rest. A window costs at most log(1 / prior) nats more than the base."""
     window: int | None = None
-    """Tokens after which the weights start again (default: the model's context)."""
+    """Tokens after which the weights start again; None is the model's context."""
     switch_rate: float = 0.0
     """Share of the weights that goes back to the prior with each token, for texts that change in between."""
     pause: float = 0.01
