@@ -31,8 +31,10 @@ if TYPE_CHECKING:
     from attractor.continual.guarded import GuardedLearner
     from attractor.continual.learner import OnlineLearner
     from attractor.continual.lessons import Lessons
+    from attractor.data import prepare
     from attractor.front import Model, load
     from attractor.hf import CausalLM, load_retrofit, retrofit
+    from attractor.hf.callback import APNCallback
     from attractor.hf.pretrained import load_pretrained
     from attractor.hf.teachable import teachable
     from attractor.layer import APN, RoutingStats, load_resized, warmup_factor
@@ -55,8 +57,10 @@ _HOMES = {
     "attractor.continual.guarded": ("GuardedLearner",),
     "attractor.continual.learner": ("OnlineLearner",),
     "attractor.continual.lessons": ("Lessons",),
+    "attractor.data": ("prepare",),
     "attractor.front": ("Model", "load"),
     "attractor.hf": ("CausalLM", "load_retrofit", "retrofit"),
+    "attractor.hf.callback": ("APNCallback",),
     "attractor.hf.pretrained": ("load_pretrained",),
     "attractor.hf.teachable": ("teachable",),
     "attractor.layer": ("APN", "RoutingStats", "load_resized", "warmup_factor"),
@@ -69,6 +73,7 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 __all__ = [
     "APN",
     "GPT",
+    "APNCallback",
     "APNConfig",
     "AllocationConfig",
     "CausalLM",
@@ -92,6 +97,7 @@ __all__ = [
     "load_resized",
     "load_retrofit",
     "monitor",
+    "prepare",
     "retrofit",
     "teachable",
     "warmup_factor",

@@ -86,6 +86,8 @@ class Serve:
         folder = self.run_folder.resolve()
         data = self.store or folder.with_name(folder.name + "-served")
         logging.getLogger("attractor.audit").setLevel(logging.INFO)
+        if learner.sources:
+            store_overlays(learner, data)
         with Service.open(
             learner, data, name=self.name or folder.name, canaries=self._canaries(learner), rules=self.rules,
             limits=self.limits, sync=self.sync, learning=self.learn, stop_tokens=self._ends(learner),
@@ -114,25 +116,29 @@ class Serve:
     def _learner(self) -> GuardedLearner:
         from attractor.front import adapter_folder, load
 
-        config = GuardConfig(
+        is_retrofit = adapter_folder(self.run_folder) is not None
+        has_overlays = any(self.run_folder.glob("**/guard.json"))  # and so a context of its own
+        context = self.context if is_retrofit and not has_overlays else None
+        found = load(self.run_folder, device=self.device, context=context)
+        if found.folder is None:
+            raise ValueError(
+                f"{self.run_folder} has no APN layers that a server could teach: `attractor retrofit` gives "
+                "it some, and `attractor chat` talks with it as it is"
+            )
+        if found.guarded is None:
+            return GuardedLearner(found.model, found.tokenizer, self._config())
+        if self._config() != Serve(run_folder=self.run_folder)._config():
+            raise ValueError(f"{self.run_folder} is a learner with settings of its own; leave yours out")
+        return found.guarded
+
+    def _config(self) -> GuardConfig:
+        return GuardConfig(
             learn=self.teach,
             prior=self.prior,
             attention=self.attention,
             also=self.also,
             max_overlays=self.max_overlays,
         )
-        is_retrofit = adapter_folder(self.run_folder) is not None
-        found = load(self.run_folder, device=self.device, context=self.context if is_retrofit else None)
-        if found.folder is None:
-            raise ValueError(
-                f"{self.run_folder} has no APN layers that a server could teach: `attractor retrofit` gives "
-                "it some, and `attractor chat` talks with it as it is"
-            )
-        if found.guarded is not None:
-            raise ValueError(
-                f"{self.run_folder} holds overlays of its own: serve the run they were made over"
-            )
-        return GuardedLearner(found.model, found.tokenizer, config)
 
     def _canaries(self, learner: GuardedLearner) -> dict[str, np.ndarray]:
         most = 64 * learner.base.config.context
@@ -148,6 +154,26 @@ class Serve:
     def _ends(self, learner: GuardedLearner) -> list[int]:
         """The tokens with which a pretrained model ends a text."""
         return list(getattr(learner.tokenizer, "ends", ()))
+
+
+def store_overlays(learner: GuardedLearner, folder: Path) -> None:
+    """Give a new store the overlays that a learner came with, each as a source with one lesson."""
+    from attractor.serve.effects import fields_of, tensors_of
+    from attractor.serve.store import Store
+    from attractor.serve.teacher import blank, identity, now
+
+    start = blank(learner)
+    with Store.open(folder, identity=identity(learner), blank=lambda: start) as store:
+        for name, held in learner.sources.items() if store.last == 0 else ():
+            tensors = {name: value.detach().cpu() for name, value in tensors_of(held).items()}
+            if grown := [key for key, value in tensors.items() if value.shape != start[key].shape]:
+                raise ValueError(
+                    f"overlay {name!r} has grown ({grown[0]}), and a server keeps the size of layers"
+                )
+            changed = {f"whole/{key}": value for key, value in tensors.items() if not value.equal(start[key])}
+            told = {"source": name, "key": None, "at": now(), "answer": {"tokens": held.tokens}}
+            store.commit("lesson", {**told, "fields": {**fields_of(held), "lessons": 1}}, changed)
+    learner.sources = {}
 
 
 @dataclass(kw_only=True)
