@@ -382,7 +382,7 @@ def frames_of(tokenizer: Any) -> tuple[str, ...]:
 def adapter_folder(place: Path) -> Path | None:
     """Where the layers of a retrofit are: in the folder itself, or where our commands put them."""
     for folder in (place, place / "learner", place / "adapter"):
-        if folder.name == "learner":
+        if folder.name:
             recover_folder(folder)
         if (folder / ADAPTER).is_file():
             return folder
@@ -394,15 +394,22 @@ def base_of(folder: Path) -> str:
     from attractor.hf.files import loaded_from
 
     found = loaded_from(folder)
-    summary = folder.parent / "summary.json"
-    if found is None and summary.is_file():  # of `attractor retrofit`, before the layers themselves told
-        found = json.loads(summary.read_text()).get("model")
+    if found is None:  # `attractor retrofit` told it before the layers themselves did
+        found = _field(folder.parent / "summary.json", "model")
     if not isinstance(found, str):
         raise ValueError(
             f"{folder} is a retrofit and does not say where its base is: load the base with "
             "attractor.load_pretrained and give both to attractor.load_retrofit"
         )
     return found
+
+
+def _field(path: Path, name: str) -> Any:
+    """One field of a JSON file; None where it is not to be had."""
+    try:
+        return json.loads(path.read_text()).get(name)
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def _language_model(net: Any, name: str | None, context: int | None) -> Any:
@@ -464,7 +471,7 @@ def _retrofitted(folder: Path, device: torch.device, context: int | None) -> Mod
     net = load_retrofit(base, folder)
     is_guarded = (folder / "guard.json").is_file()
     if is_guarded and context is None:  # overlays fit their base alone, and its context is part of it
-        context = json.loads((folder / "guard.json").read_text()).get("context")
+        context = _field(folder / "guard.json", "context")
     model = _language_model(net, net.active, context)
     if is_guarded:
         learner = GuardedLearner.load(folder, model=model, device=device)

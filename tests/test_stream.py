@@ -8,6 +8,7 @@ import pytest
 import torch
 from test_learner import assert_same, learner_of, state_of, stream
 
+import attractor
 from attractor import cli
 from attractor.checkpoint import find_model
 from attractor.continual.learner import OnlineLearner
@@ -199,7 +200,13 @@ def test_samples_of_what_was_learned(run_folder, capsys):
         written.append(capsys.readouterr().out)
     assert written[0] != written[1]
     assert run("info", "run-adapted") == 0
-    assert "overlays         b;" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "overlays         b;" in shown
+    model = attractor.load("run-adapted", device="cpu")
+    rise = 100 * math.expm1(model.model.bound(8) / 8)  # the context is 8
+    assert f"nats more in 8 tokens: its perplexity rises by at most {rise:.2f} %" in shown
+    with pytest.raises(ValueError, match="`attractor adapt --guard`"):
+        model.learn([("to be", " or")])
 
 
 def test_guarded(run_folder, capsys):

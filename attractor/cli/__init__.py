@@ -124,10 +124,7 @@ MOVED = (
 def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     logging.basicConfig(format="%(message)s", level=logging.INFO)
-    if (
-        "torch" not in sys.modules
-    ):  # it is read once: threads that wait sleep, and leave the processor to others
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read by torch: threads that wait must not spin
     if arguments == ["--version"]:
         print(f"attractor {__version__}")
         return 0
