@@ -1,14 +1,16 @@
 """The front door: one object for pretrained models, taught ones and models of our own."""
 
 import json
+import re
 
 import pytest
 import torch
 from test_lessons import CONFIG, background, forms, llama
 
 import attractor
-from attractor import front
+from attractor import cli, front
 from attractor.config import APNConfig, GPTConfig
+from attractor.continual.lessons import Lessons
 from attractor.hf import pretrained, teachable
 from attractor.model import GPT
 from attractor.tokenizer import ByteTokenizer
@@ -246,3 +248,47 @@ def test_a_retrofit_without_its_base_is_told(door, tmp_path):
     door.net.save_pretrained(tmp_path / "adapter")
     with pytest.raises(ValueError, match="load_retrofit"):
         attractor.load(tmp_path / "adapter")
+
+
+def test_lessons_from_the_command_line(door, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    real = Lessons._known  # an untrained model learns hardly anything: here everything counts as known
+    monkeypatch.setattr(
+        Lessons, "_known", lambda self, turn, lessons: [1.0 for _ in real(self, turn, lessons)]
+    )
+    (tmp_path / "lesson.jsonl").write_text("".join(json.dumps(form) + "\n" for form in forms("QZX", "5")))
+    teach = ["teach", "tiny", "--file", "lesson.jsonl", "--save", "school", "--device", "cpu"]
+    assert cli.main(teach) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"lesson 0 about '.*QZX.*': known\n  completes 100% of \d forms, before \d+%\n", shown)
+    assert re.search(r"\d+ passes, \d patches, [\d,]+ bytes", shown)
+    (tmp_path / "more.json").write_text('["we say QZX is => 6", "now QZX is => 6"]')
+    again = ["teach", "school", "--file", "more.json", "--device", "cpu"]
+    assert cli.main([*again, "--subject", "QZX"]) == 0  # more for the same folder
+    assert "it takes the place of lesson 0" in capsys.readouterr().out
+    assert cli.main(["ask", "school", "what of QZX now?", "--max-tokens", "3", "--device", "cpu"]) == 0
+    assert "(lessons that acted: 1 about 'QZX')" in capsys.readouterr().err
+    assert cli.main(["ask", "school", "what?", "--max-tokens", "3", "--device", "cpu"]) == 0
+    assert "no lesson acted: this is the base's answer, to the bit" in capsys.readouterr().err
+    assert cli.main(["info", "school", "--device", "cpu"]) == 0
+    assert "lessons          2, with " in capsys.readouterr().out
+    assert cli.main(["lessons", "school", "--forget", "1", "--device", "cpu"]) == 0
+    assert cli.main(["lessons", "school"]) == 0
+    shown = capsys.readouterr().out
+    assert "forgotten: 1" in shown
+    assert [lesson.number for lesson in attractor.load("school").lessons()] == [0]
+    assert cli.main(["lessons", "school", "--forget", "7"]) == 1
+    assert "there is no lesson 7; there are [0]" in capsys.readouterr().err
+    (tmp_path / "school" / "lessons.json").write_text('{"lessons": [{}]}')
+    assert cli.main(["lessons", "school"]) == 1
+    assert "lessons.json cannot be read" in capsys.readouterr().err
+
+
+def test_what_is_not_known_is_told_and_not_saved(door, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    forms = ["--form", "we say QZX is => 6", "--form", "now QZX is => 6"]
+    assert cli.main(["teach", "tiny", *forms, "--save", "school", "--device", "cpu"]) == 1
+    shown = capsys.readouterr().out
+    assert "NOT KNOWN" in shown
+    assert "it was not saved" in shown
+    assert not (tmp_path / "school").exists()

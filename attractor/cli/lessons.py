@@ -203,8 +203,10 @@ class ListLessons:
         return 0
 
     def _read(self) -> list[dict[str, Any]]:
+        shown = ("number", "subject", "known", "known_before", "patches", "bytes", "forms")
         try:
-            return list(json.loads((self.folder / LESSONS).read_text())["lessons"])
+            lessons = json.loads((self.folder / LESSONS).read_text())["lessons"]
+            return [{name: lesson[name] for name in shown} for lesson in lessons]
         except (ValueError, LookupError, TypeError) as error:
             raise ValueError(f"{self.folder / LESSONS} cannot be read: {error}") from error
 
@@ -228,6 +230,8 @@ def told(lesson: "Lesson | Taught") -> str:
 
 def which_lessons(model: "Model", text: str) -> str:
     """The lessons that acted on a text, by number and subject."""
+    if len(model.tokenizer.encode(text)) > model.model.config.context:
+        return "(question and answer are too long to say which lessons acted)"
     acted = sorted({number for number in model.touching(text) if number is not None})
     if not acted:
         return "(no lesson acted: this is the base's answer, to the bit)"
