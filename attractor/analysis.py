@@ -9,8 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attractor.config import check_roles
-from attractor.layer import APN, LOCAL_ROLES, PATCH_ROLES, ROLES, mode
+from attractor.layer import APN, LOCAL_ROLES, PATCH_ROLES, ROLES, check_roles, mode
 from attractor.model import GPT
 from attractor.moe import MoE
 

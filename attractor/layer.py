@@ -22,9 +22,9 @@ from attractor.config import (
     check_choice,
     check_config,
     check_number,
-    check_roles,
     check_size,
 )
+from attractor.config import check_roles as check_roles  # beside ROLES
 
 ROLES = {
     "prototypes": "prototypes",

@@ -22,10 +22,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from attractor.checkpoint import remove_folder, tensors_hash, write_folder
-from attractor.config import check_choice, check_roles, check_size
+from attractor.config import check_choice, check_size
 from attractor.continual.baselines.lora import LowRank
 from attractor.continual.config import AlsoName, AttentionName, check_also
-from attractor.layer import APN, PATCH_ROLES, ROLES
+from attractor.layer import APN, PATCH_ROLES, ROLES, check_roles
 from attractor.model import GPT, Block
 from attractor.version import __version__
 

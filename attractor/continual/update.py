@@ -22,7 +22,7 @@ from torch import Tensor
 
 from attractor import ops
 from attractor.continual.config import UpdateConfig
-from attractor.layer import APN, PATCH_ROLES, ROLES, RoutingStats
+from attractor.layer import APN, PATCH_ROLES, ROLES, RoutingStats, check_roles
 
 EPSILON = 1e-8
 MOMENTS = ("mean", "square", "steps")
@@ -207,6 +207,7 @@ class LocalUpdate:
     def __init__(
         self, layers: Mapping[Any, APN], config: UpdateConfig, others: Mapping[str, Tensor] | None = None
     ) -> None:
+        check_roles(config.train)
         if not layers:
             raise ValueError("there are no APN layers to update")
         self.layers, self.config, self.others = dict(layers), config, dict(others or {})
