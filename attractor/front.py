@@ -127,6 +127,10 @@ class Model:
         self.learner: OnlineLearner | None = None
         self._taught: list[Taught] = []
 
+    def __repr__(self) -> str:
+        taught = f", {len(self.lessons())} lessons" if self.lessons() else ""
+        return f"Model({str(self.source or self.folder)!r}{taught})"
+
     # --- writing and measuring
 
     def generate(

@@ -95,6 +95,10 @@ def test_wrong_files_are_explained(text, capsys):
     assert "neither a saved model" in capsys.readouterr().err
     assert run("data", "prepare", "shakespear") == 1
     assert "shakespeare" in capsys.readouterr().err
+    (text.parent / "short.txt").write_text("to be or not")
+    for verb in (["train", "tiny_apn", "--data", "short.txt"], ["compare", "short.txt"]):
+        assert run(*verb) == 1
+        assert "'short.txt' has 10 tokens to learn from, and the model reads 64" in capsys.readouterr().err
     text.write_bytes(b"\x00\x01\x02" * 100)
     assert run("data", "prepare", text) == 1
     assert "attractor:" in capsys.readouterr().err

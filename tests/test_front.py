@@ -129,6 +129,7 @@ def test_a_lesson_is_taught_saved_read_again_and_taken_back(door, tmp_path):
     before = door.perplexity(text)
     lesson = door.learn(forms("QZX", "5"))
     assert door.lessons() == [lesson]
+    assert repr(door) == "Model('tiny', 1 lessons)"
     assert lesson.number in door.touching(text)
     after = door.perplexity(text)
     assert after != before

@@ -24,6 +24,7 @@ from attractor.config import (
 if TYPE_CHECKING:
     import torch
 
+    from attractor.data import Dataset
     from attractor.distributed import World
 
 
@@ -88,6 +89,7 @@ class Train:
         )
         config = RunConfig(model=self.model, train=self.train, data=data)
         dataset = world.one_per_machine_first(lambda: dataset_of(config))
+        check_length(dataset, config)
         model = dataclasses.replace(config.model, vocab_size=dataset.tokenizer.vocab_size)
         config = dataclasses.replace(config, model=model)
         if self.resume == "never" and world.from_leader((out / "checkpoints").exists):
@@ -106,6 +108,16 @@ class Train:
             else:
                 print(f"`attractor sample {out}` writes with it", file=sys.stderr)
         return INTERRUPTED if summary["interrupted"] else 0
+
+
+def check_length(dataset: "Dataset", config: RunConfig) -> None:
+    """A text that a model of this context can learn from, or a ValueError before any work."""
+    context = config.model.context
+    if len(dataset.train) <= context:
+        raise ValueError(
+            f"{config.data.source!r} has {len(dataset.train):,} tokens to learn from, and the model reads "
+            f"{context} and the next one: give a longer text, or a preset with a smaller context"
+        )
 
 
 TRAIN = {name: Train.of(name) for name in presets.NAMES}
@@ -150,6 +162,7 @@ class Compare:
         data = dataclasses.replace(run.data, source=source, tokenizer=self.tokenizer)
         dense = dataclasses.replace(run, data=data)
         dataset = dataset_of(dense)
+        check_length(dataset, dense)
         out = self.out or Path("runs") / f"compare-{Path(source).stem}"
         with progress_bar(2 * self.steps, "compare") as report:
             result = compare(
