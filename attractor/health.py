@@ -25,11 +25,11 @@ COLUMNS = {
 }
 
 
-def measure(model: GPT, texts: dict[str, np.ndarray], *, batch_size: int = 64) -> dict[str, Any]:
+def measure(model: GPT, texts: dict[str, np.ndarray]) -> dict[str, Any]:
     """For every text and APN layer the paper's metrics; for two texts also how much patches they share."""
     if not model.apn_layers():
         raise ValueError("the model has no APN layers: there is no routing to look at")
-    found = {name: routing(model, tokens, batch_size=batch_size) for name, tokens in texts.items()}
+    found = {name: routing(model, tokens) for name, tokens in texts.items()}
     layers = list(model.apn_layers())
     values: dict[str, Any] = {"texts": {}}
     for name, stats in found.items():

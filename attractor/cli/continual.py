@@ -32,7 +32,9 @@ if TYPE_CHECKING:
     Learner = Union[OnlineLearner, GuardedLearner]  # noqa: UP007 (names in quotes elsewhere)
 
 CONTEXT = 512
-"""Tokens that a Hugging Face model is given at most while it learns or is watched."""
+"""Tokens that a Hugging Face model is given at most while it learns."""
+WATCHED = 64
+"""And while its routers are watched: 64 windows are read at a time, and its vocabulary is large."""
 
 
 @dataclass(kw_only=True)
@@ -357,13 +359,16 @@ class Monitor:
         if self.data:
             _check_different(self.data)
         from attractor import health
-        from attractor.front import adapter_folder, load
+        from attractor.front import load
         from attractor.results import write_result
 
         place = Path(self.model)
-        shorter = adapter_folder(place) is not None and not _has_overlays(place)
-        found = load(self.model, device=self.device, context=CONTEXT if shorter else None)
+        found = load(self.model, device=self.device)
         model: Any = found.model if found.guarded is None else found.guarded.base
+        if found.net is not None:
+            from attractor.hf import CausalLM
+
+            model = CausalLM(found.net, context=min(WATCHED, model.config.context))
         if not model.apn_layers():
             raise ValueError(f"{self.model} has no APN layers: there is no routing to look at")
         texts: dict[str, np.ndarray] = {}
@@ -376,7 +381,7 @@ class Monitor:
         if not texts:
             raise ValueError(f"{self.model} does not tell its text; name one with --data")
         texts = {name: text[: self.max_tokens] for name, text in texts.items()}
-        values = health.measure(model, texts, batch_size=64 if found.net is None else 4)
+        values = health.measure(model, texts)
         print(health.table(values))
         if found.guarded is not None:
             print(f"{self.model} has overlays; this is about the base alone", file=sys.stderr)
