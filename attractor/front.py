@@ -340,7 +340,7 @@ class Model:
 
     @property
     def device(self) -> torch.device:
-        return self.model.embedding.weight.device
+        return next(self.model.parameters()).device
 
     def _rows(self, forms: Sequence[tuple[str, str]]) -> tuple[Tensor, Tensor]:
         """Tokens (forms, time) and what is to follow each, where it is part of an answer."""
