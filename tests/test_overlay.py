@@ -239,9 +239,13 @@ def test_mistakes(tmp_path):
         {"window": 0},
         {"also": "norms"},
         {"also": ("heads",)},
+        {"learn": UpdateConfig()},
     ):
         with pytest.raises(ValueError):
             GuardConfig(**wrong)
+    learner.save(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"GuardConfig\(learn=...\) takes a LearnConfig"):
+        GuardedLearner.load(tmp_path / "saved", config=LearnConfig())
     config = GuardConfig(attention="whole", learn=LearnConfig(budget=5))
     assert GuardConfig.from_json(config.to_json()) == config
     whole = guarded("whole attention")

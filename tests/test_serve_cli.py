@@ -17,6 +17,7 @@ import pytest
 from served import FOX, serve
 
 from attractor import cli
+from attractor.serve.decode.engine import Job
 
 FAST = shlex.split(
     "--model.context 8 --model.num-layers 1 --model.num-heads 2 --model.dim 16 --model.apn.num-patches 4 "
@@ -30,7 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = folder / "words.txt"
     text.write_text(" ".join(random.Random(0).choices(["to", "be", "or", "not"], k=500)))
     out = folder / "run"
-    assert cli.main(["train", "tiny_apn", "--data.source", str(text), "--out", str(out), *FAST]) == 0
+    assert cli.main(["train", "tiny_apn", "--data", str(text), "--out", str(out), *FAST]) == 0
     return out
 
 
@@ -51,7 +52,7 @@ def opened(port: int, path: str, **body: object) -> Any:
 def test_a_signal_ends_it_with_a_snapshot(run: Path, tmp_path: Path, number: signal.Signals) -> None:
     data = tmp_path / "data"
     command = [
-        sys.executable, "-m", "attractor.cli", "serve", str(run), "--learn", "--data-dir", str(data),
+        sys.executable, "-m", "attractor.cli", "serve", str(run), "--learn", "--store", str(data),
         "--port", "0", "--limits.drain", "1", "--device", "cpu",
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
@@ -89,7 +90,7 @@ def test_what_cannot_be_served_is_told_before_it_is_announced(
 ) -> None:
     keys = tmp_path / "keys.json"
     keys.write_text("{")
-    serve = ["serve", str(run), "--data-dir", str(tmp_path / "data"), "--device", "cpu"]
+    serve = ["serve", str(run), "--store", str(tmp_path / "data"), "--device", "cpu"]
     assert cli.main([*serve, "--keys", str(keys)]) == 1
     told = capsys.readouterr()
     assert "cannot read keys from" in told.err
@@ -108,6 +109,34 @@ def test_what_cannot_be_served_is_told_before_it_is_announced(
     assert "address already in use" in told.err
     assert f"the server cannot start on 127.0.0.1, port {port}" in told.err
     assert "dashboard" not in told.out
+
+
+def test_what_the_guard_learned_is_served(run: Path, tmp_path: Path) -> None:
+    from attractor.cli.serve import Serve, store_overlays
+    from attractor.front import load
+    from attractor.serve.rules import Rules
+    from attractor.serve.service import Service
+
+    text, out = tmp_path / "new.txt", tmp_path / "adapted"
+    text.write_text("not to not to be " * 40)
+    assert (
+        cli.main(["adapt", str(run), "--data", str(text), "--out", str(out), "--guard", "--device", "cpu"])
+        == 0
+    )
+    prompt, most = "not to", 12
+    expected = load(out, device="cpu").generate(prompt, max_tokens=most)
+    for _ in range(2):  # a second start finds the overlays in the store
+        serve = Serve(run_folder=out, device="cpu", rules=Rules(canary_tokens=16))
+        learner = serve._learner()
+        store_overlays(learner, tmp_path / "store")
+        with Service.open(learner, tmp_path / "store", rules=serve.rules, learning=False) as service:
+            assert service.version == 1
+            assert service.paths() == ["base", "new"]
+            tokens = learner.tokenizer.encode(prompt).tolist()
+            written = list(service.submit(Job(prompt=tokens, max_tokens=most, temperature=0.0)))
+        assert learner.tokenizer.decode([piece.token for piece in written]) == expected
+    with pytest.raises(ValueError, match="settings of its own; leave yours out"):
+        Serve(run_folder=out, prior=0.4, device="cpu")._learner()
 
 
 def test_verify_takes_a_folder_of_a_server_that_was_killed_at_its_start(

@@ -273,8 +273,8 @@ def test_mistakes():
     layer = build()
     with pytest.raises(ValueError, match="no APN layers"):
         LocalUpdate({}, UpdateConfig())
-    with pytest.raises(ValueError, match=r"unknown roles \['attention'\]"):
-        LocalUpdate({0: layer}, UpdateConfig(train=("attention",)))
+    with pytest.raises(ValueError, match=r"train: unknown roles \['decoder'\]; allowed: .*decoders"):
+        UpdateConfig(train=("decoder",))
     with pytest.raises(ValueError, match="no parameters with the roles"):
         LocalUpdate({0: layer}, UpdateConfig(train=("base",)))
     with pytest.raises(ValueError, match="needs independent decoders"):

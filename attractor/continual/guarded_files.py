@@ -35,6 +35,7 @@ def write(learner: "GuardedLearner", folder: Path) -> None:
         "config": learner.config.to_dict(), "sources": kept, "base": learner.base_hash,
         "notes": learner.notes, "totals": dataclasses.asdict(learner.totals), "usual": list(learner.usual),
         "unclaimed": [piece.tolist() for piece in learner.unclaimed], "consolidated": learner.consolidated,
+        "context": learner.base.config.context,
     }  # fmt: skip
     (folder / STATE).write_text(json.dumps(state, indent=2))
 

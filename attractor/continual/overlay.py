@@ -266,7 +266,7 @@ class Branch:
                 wanted = max([wanted, *(int(patches.max()) + 1 for key, (patches, _) in overlay.rows.items()
                                         if key.startswith(f"blocks.{number}.ffn."))])  # fmt: skip
             if layer.num_patches != wanted:
-                layer.resize(wanted)
+                layer.resize(wanted, shrink=True)
         for key, layer, name in self._own():
             own, old = layer.get_parameter(name), base[key]
             own[: len(old)] = old
