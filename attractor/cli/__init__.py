@@ -14,7 +14,7 @@ from attractor.cli.data import DataList, DataPrepare
 from attractor.cli.demo import Demo
 from attractor.cli.models import Info, Sample, Train
 from attractor.cli.retrofit import RetrofitModel
-from attractor.cli.serve import JournalCommand, Keys, Serve
+from attractor.cli.serve import Keys, Serve, StoreCommand
 from attractor.version import __version__
 
 MOVED = (
@@ -45,7 +45,7 @@ def _commands() -> Any:
         | Annotated[RetrofitModel, verb("retrofit")]
         | Annotated[Serve, verb("serve")]
         | Annotated[Keys, verb("keys")]
-        | Annotated[JournalCommand, verb("journal")]
+        | Annotated[StoreCommand, verb("store")]
         | Annotated[Demo, verb("demo")]
         | Annotated[
             Annotated[BenchLayer, verb("layer")]

@@ -1,4 +1,4 @@
-"""attractor serve|keys|journal"""
+"""attractor serve|keys|store"""
 
 import json
 import logging
@@ -17,9 +17,9 @@ from attractor.cli.common import known_tokens, validation_text
 from attractor.continual.config import AlsoName, AttentionName, GuardConfig, LearnConfig, UpdateConfig
 from attractor.continual.guarded import GuardedLearner
 from attractor.model import GPT
-from attractor.serve.journal import SyncName
 from attractor.serve.rules import Rules
 from attractor.serve.service import Limits, Service
+from attractor.serve.store import SyncName
 
 EXTRA = 'serving needs the extra "serve": pip install "attractor-patch-networks[serve]" ({})'
 
@@ -43,7 +43,7 @@ class Serve:
     run_folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(name="run")]
     """A run or a saved model; or what `attractor retrofit` wrote."""
     data_dir: Path | None = None
-    """What is learned is kept here: a journal and snapshots (default: RUN-served)."""
+    """What is learned is kept here, in an SQLite database (default: RUN-served)."""
     learn: bool = False
     """Take lessons. Without it the server answers with what was learned before."""
     name: str | None = None
@@ -56,7 +56,7 @@ class Serve:
     chat: Literal["transcript", "chatml"] = "transcript"
     """How the messages of a chat become a prompt."""
     sync: SyncName = "always"
-    """When a lesson is on the disk: before its answer, within a second, or when the system gets to it."""
+    """When a lesson is on the disk: before its answer, or when the system gets to it."""
     canary: tuple[str, ...] = ()
     """Texts that must not suffer: names or files (default: the run's validation text)."""
     model: str | None = None
@@ -95,7 +95,7 @@ class Serve:
         ) as service:  # fmt: skip
             app = create_app(service, settings)
             if service.store.recovered:
-                print(f"the journal ended in the middle of a record: {service.store.recovered}")
+                print(service.store.recovered)
 
             def announce(port: int) -> None:
                 print(f"{service.name}, version {service.version}, paths: {', '.join(service.paths())}")
@@ -189,30 +189,37 @@ class Keys:
 
 
 @dataclass(kw_only=True)
-class JournalCommand:
-    """Look at what a server keeps: check every byte, or list what was learned. Nothing is changed."""
+class StoreCommand:
+    """Look at what a server keeps, also while it is running; nothing is changed.
 
-    action: tyro.conf.Positional[Literal["verify", "show"]]
+    verify checks every byte, show lists what was learned as lines of JSON, backup copies it to a new folder.
+    """
+
+    action: tyro.conf.Positional[Literal["verify", "show", "backup"]]
     data_dir: tyro.conf.Positional[Path]
     """The --data-dir of a server."""
+    to: Path | None = None
+    """For a backup: a new folder, which can be a --data-dir itself."""
 
     def run(self) -> int:
         from attractor.serve import store
 
-        if not (self.data_dir / "journal").is_dir():
-            raise ValueError(f"{self.data_dir} holds no journal/: it is not the data folder of a server")
+        if (self.to is None) == (self.action == "backup"):
+            raise ValueError("--to names the new folder of a backup, and is for nothing else")
         if self.action == "show":
             for line in store.show(self.data_dir):
                 print(json.dumps(line))
             return 0
+        if self.to is not None:
+            print(f"version {store.backup(self.data_dir, self.to).last} is in {self.to}, and was verified")
+            return 0
         report = store.verify(self.data_dir)
-        journal, snapshots = report.journal, sorted(report.snapshots)
-        print(f"journal: records {journal.first} to {journal.last} in {len(journal.segments)} segments")
-        print(f"snapshots: {', '.join(map(str, snapshots)) or 'none'}")
-        if report.journal.torn:
-            print(f"the last record is torn, and opening cuts it off: {report.journal.torn}")
+        print(f"versions {report.oldest} to {report.last} can be had")
+        print(f"snapshots: {', '.join(map(str, report.snapshots)) or 'none'}")
+        if report.erased:
+            print(f"erased: {', '.join(report.erased)}")
         for damage in report.damage:
             print(f"damaged: {damage}")
         if not report.damage:
-            print("every byte is as it was written")
+            print("everything is as it was written")
         return 1 if report.damage else 0

@@ -131,8 +131,8 @@ def delta_of(before: Mapping[str, Tensor], after: Mapping[str, Tensor], undo: Un
     whole = {name for name, tensor in after.items() if tensor is not before[name]}  # another one now
     written: dict[str, list[Tensor]] = {}
     for entry in undo:
-        if isinstance(entry, Overwritten) and (name := names.get(entry.target)) is not None:
-            written.setdefault(name, []).append(entry.rows)
+        if isinstance(entry, Overwritten) and entry.target in names and len(entry.rows):
+            written.setdefault(names[entry.target], []).append(entry.rows.cpu())
     numbers = {name: torch.cat(parts).unique() for name, parts in written.items()}
     whole |= {name for name, rows in numbers.items() if len(rows) == len(after[name])}
     return Delta(
