@@ -83,9 +83,9 @@ def die_at(point: str, count: int) -> None:
         connection.set_trace_callback(seen)
         return connection
 
-    def acknowledge(self: database.Acknowledged, number: int, chain: str) -> None:
+    def acknowledge(self: database.Acknowledged, number: int, chain: str, *, sync: bool = False) -> None:
         seen("before acknowledged")
-        write(self, number, chain)
+        write(self, number, chain, sync=sync)
         seen("after acknowledged")
 
     database.connect, database.Acknowledged.write = watched, acknowledge  # type: ignore[method-assign]

@@ -95,7 +95,7 @@ def _written(service: Service) -> bool:
     return writing is not None and not writing.is_alive()
 
 
-def snapshot(megabytes: int = 128) -> dict[str, Any]:
+def snapshot(megabytes: int = 120) -> dict[str, Any]:
     """Pauses between tokens while a snapshot of so much is written, and without one."""
     model = learner(dim=128, patches=512, rank=32, most=None)
     with tempfile.TemporaryDirectory() as folder:

@@ -84,7 +84,7 @@ def changed(data, what, *about, lost=None):
 class Moment:
     call: str
     files: dict[str, File]
-    others: dict[str, bytes]  # what is written without SQLite, and synced at once
+    acknowledged: list[bytes]  # what that file was up to now: nobody waits until it is on the disk
     note: object  # what the test said was promised then
 
     def power_loss(self, target, chance):
@@ -92,15 +92,16 @@ class Moment:
         for name, file in self.files.items():
             if (data := file.left(chance)) is not None:
                 (target / name).write_bytes(data)
-        for name, data in self.others.items():
-            (target / name).write_bytes(data)
+        if self.acknowledged and chance.random() < 0.9:
+            told = self.acknowledged[-1] if chance.random() < 0.5 else chance.choice(self.acknowledged)
+            (target / "acknowledged").write_bytes(told)
 
 
 class Disk:
     def __init__(self, folder=None, note=lambda: None):
         """Without a folder it keeps nothing in mind; it is quick all the same, as no sync is waited for."""
         self.folder, self.note = None if folder is None else Path(folder), note
-        self.files, self.open, self.moments = {}, {}, []
+        self.files, self.moments, self.acknowledged = {}, [], []
         self.calls = 0
         self.fault = lambda number, call, name: 0  # a code of SQLite's, to fail with
 
@@ -109,7 +110,7 @@ class Disk:
         SHIM.use(True)
         self.patches = [
             mock.patch.object(database, "sync_folder", self.folder_synced),
-            mock.patch("os.fdatasync"),
+            mock.patch("os.fsync"),
         ]
         for patch in self.patches:
             patch.start()
@@ -139,9 +140,11 @@ class Disk:
             file.pending.clear()
         else:
             file.pending.append((call, *about))
-        others = {n: p.read_bytes() for n in ("acknowledged",) if (p := self.folder / n).exists()}
+        path = self.folder / "acknowledged"
+        if path.exists() and path.read_bytes() not in self.acknowledged[-1:]:
+            self.acknowledged = [*self.acknowledged, path.read_bytes()]
         files = {name: file.copy() for name, file in self.files.items()}
-        self.moments.append(Moment(call, files, others, self.note()))
+        self.moments.append(Moment(call, files, self.acknowledged, self.note()))
 
 
 class Shim:

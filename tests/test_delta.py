@@ -103,8 +103,8 @@ def test_bytes_and_pieces_round_trip(before, changes, banks, most):
     for part in (0, 1):
         assert same(*({n: pair[part] for n, pair in each.rows.items()} for each in (again, delta)))
     assert again.to_bytes() == data
-    pieces = list(delta.pieces(most))
-    assert merged(pieces).to_bytes() == data
+    pieces = list(again.pieces(most))
+    assert merged(Delta.from_bytes(piece.to_bytes()) for piece in pieces).to_bytes() == data
     for piece in pieces:
         assert (
             piece.nbytes <= most or len(piece.whole) + sum(len(rows) for rows, _ in piece.rows.values()) == 1

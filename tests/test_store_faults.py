@@ -451,7 +451,7 @@ def test_history_of_a_copy_that_went_its_own_way(small, tmp_path):
 
 
 def test_a_promise_that_cannot_be_written_denies_no_commit(tmp_path, monkeypatch, caplog):
-    def broken(*_):
+    def broken(*_, **__):
         raise OSError(5, "Input/output error")
 
     with opened(tmp_path) as store:

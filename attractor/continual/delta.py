@@ -8,6 +8,7 @@
 Overlays, what a lesson did, the states that a server keeps and the copies of its readers are made of it.
 """
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 
@@ -100,10 +101,11 @@ class Delta:
             raise ValueError(f"{min(both)} is there as rows and as a whole")
         for name, (numbers, values) in self.rows.items():
             _check_rows(name, numbers, values)
-        for name, value in (*self.whole.items(), *((name, pair[1]) for name, pair in self.rows.items())):
+        named = {**self.whole, **{name: values for name, (_, values) in self.rows.items()}}
+        for name, value in named.items():
             if value.dtype not in DTYPES:
                 raise ValueError(f"{name} is {value.dtype}, which a delta does not keep")
-            if value.is_floating_point() and not value.isfinite().all():
+            if value.is_floating_point() and not _is_finite(value):
                 raise ValueError(f"{name} holds numbers that are not finite")
         if tensors is not None:
             self._check_fit(tensors)
@@ -190,7 +192,10 @@ class Delta:
             group = groups.setdefault(numbers.numpy().tobytes(), len(groups))
             tensors[f"rows/{group}"] = numbers
             tensors[f"{group}/{name}"] = values
-        return save({name: value.contiguous() for name, value in tensors.items()})
+        # safetensors refuses tensors that share memory, as rows of a delta that was read do
+        return save(
+            {name: value.clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
+        )
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Delta":
@@ -249,6 +254,11 @@ def _by_row(differs: Tensor) -> Tensor:
     return differs.flatten(1).any(1) if differs.dim() > 1 else differs
 
 
+def _is_finite(value: Tensor) -> bool:
+    """One number that is not finite makes a sum that is not; only then every number has to be looked at."""
+    return math.isfinite(value.sum().item()) or bool(value.isfinite().all())
+
+
 def _check_rows(name: str, numbers: Tensor, values: Tensor) -> None:
     if numbers.dtype != torch.int64 or numbers.dim() != 1:
         raise ValueError(
@@ -258,7 +268,8 @@ def _check_rows(name: str, numbers: Tensor, values: Tensor) -> None:
         raise ValueError(
             f"{name} has {tuple(values.shape)} for {len(numbers)} rows; there must be one or more"
         )
-    if numbers[0] < 0 or not (numbers[1:] > numbers[:-1]).all():
+    plain = numbers.numpy()  # quicker than torch for so few
+    if plain[0] < 0 or not (plain[1:] > plain[:-1]).all():
         raise ValueError(f"rows of {name} must be numbered from 0, each once and in rising order")
 
 

@@ -236,6 +236,7 @@ class Service:
                 done.set_result(answer)
             with self._lock:
                 self._count -= 1
+            self.store.settle()
             if self._since_snapshot >= self.limits.snapshot_every:
                 self._begin_snapshot()
             self._readers_first(time.monotonic() - started)

@@ -57,6 +57,8 @@ from attractor.serve.store.states import SourceState, State, paced
 log = logging.getLogger("attractor")
 
 SyncName = Literal["always", "off"]
+SETTLE = 4 << 20
+"""Bytes in the write-ahead log that are worth to be moved into the database."""
 Span = tuple[int, int]
 """The records after one number up to another."""
 
@@ -74,6 +76,7 @@ class Store:
         self._lock = threading.Lock()  # held for a commit, or for less
         self._snapshotting = threading.Lock()  # taken before the other one
         self._closed = False
+        self._logged = 0  # bytes that went to the write-ahead log
         self.recovered = None
         self._damaged: set[int] = set()  # snapshots that could not be read
         if not self._lessons.exists():  # nothing is made in the place of what is lost
@@ -132,7 +135,7 @@ class Store:
             return
         with sql(self._lessons):
             check_promise(self._records, self._lessons, self.last, self._acknowledged.read())
-        self._acknowledged.write(self.outline.last, self.outline.chain)
+        self._acknowledged.write(self.outline.last, self.outline.chain, sync=True)
 
     def _open_snapshots(self) -> sqlite3.Connection:
         """The records have everything: whatever is wrong with snapshots, new ones are begun."""
@@ -233,6 +236,7 @@ class Store:
                     empty_log(self._records, patience=0)
                     raise
             self.outline.add(row, chain)
+            self._logged += len(data or b"") + len(row.answer)
             self._promise(row.number, chain)
             if kind == "erase" and not empty_log(self._records):
                 log.warning(
@@ -273,6 +277,14 @@ class Store:
             self._cache.close()
             remove(self._snapshots)
             self._cache = open_writer(self._snapshots, "NORMAL")
+
+    def settle(self) -> None:
+        """Move commits from the write-ahead log into the database, if they are many; while nobody waits."""
+        with self._lock:
+            if self._logged > SETTLE and not self._closed:
+                self._logged = 0
+                with suppress(sqlite3.Error):  # the next one will do it
+                    self._records.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
 
     def _promise(self, number: int, chain: str) -> None:
         """Where this fails the record is durable all the same; only its loss would not be noticed."""
@@ -453,6 +465,9 @@ class Store:
             if self._closed:
                 return
             self._closed = True
+            if self._acknowledged is not None:
+                with suppress(OSError):
+                    self._acknowledged.write(self.outline.last, self.outline.chain, sync=True)
             self._cache.close()
             self._records.close()
             os.close(self._folder_lock)

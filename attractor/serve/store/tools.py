@@ -124,7 +124,7 @@ def backup(folder: str | Path, target: str | Path) -> Report:
             new.execute("PRAGMA journal_mode = DELETE")
             last = new.execute("SELECT number, chain FROM records ORDER BY number DESC LIMIT 1").fetchone()
         if last is not None:
-            Acknowledged(partial).write(*last)
+            Acknowledged(partial).write(*last, sync=True)
         report = verify(partial)
         if report.damage:
             raise report.damage[0]
