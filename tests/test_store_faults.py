@@ -373,8 +373,26 @@ def test_a_damaged_snapshot_is_told_and_made_anew(small, tmp_path):
         for version in (*versions, store.last):
             small[1].compare(store.state_at(version))
         assert "snapshots were damaged, and are made anew from the records" in store.recovered
+        assert str(folder) not in store.recovered
         store.snapshot()
         small[1].compare(store.state_at())
+    assert not verify(folder).damage
+
+
+def test_snapshots_that_are_lost_while_a_server_runs(small, tmp_path):
+    folder = damaged_copy(small, "data", "snapshots.db", lambda data: data, tmp_path / "copy")
+    with opened(folder, keep_snapshots=2) as store:
+        for data in (bytes(12_288), b"", None):
+            if data is None:
+                (folder / "snapshots.db").unlink()
+            else:
+                (folder / "snapshots.db").write_bytes(data)
+            for version in range(store.oldest, store.last + 1):
+                small[1].compare(store.state_at(version))
+        store.commit("lesson", **lesson(source="more"))
+    with opened(folder, keep_snapshots=2) as store:
+        assert store.last == small[1].last + 1
+        store.snapshot()
     assert not verify(folder).damage
 
 

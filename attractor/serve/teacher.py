@@ -298,7 +298,11 @@ class Teacher:
         """The answer that was given to this key before."""
         if key is None or content is None:
             return None
-        answer = self.store.answer_to(key, sender, content)
+        try:
+            answer = self.store.answer_to(key, sender, content)
+        except (OSError, StoreDamaged) as error:
+            log.error("what was answered to a key cannot be read: %s", error)
+            raise Unavailable("nothing was changed, because earlier answers cannot be read") from error
         return None if answer is None else {**answer, "repeated": True}
 
     def _tokens(self, texts: list[str]) -> list[np.ndarray]:
@@ -337,9 +341,11 @@ class Teacher:
             raise Unavailable("a version is durable and could not be shown: start the server again")
         try:
             self.store.commit(kind, answer, at=now(), **columns)
-        except OSError as error:
+        except (OSError, StoreDamaged) as error:
+            log.error("a %s could not be made durable: %s", kind, error)
+            reason = error.reason if isinstance(error, StoreDamaged) else error.strerror or error
             raise Unavailable(
-                f"nothing was changed, because it could not be made durable: {error.strerror or error}"
+                f"nothing was changed, because it could not be made durable: {reason}"
             ) from error
 
     def _built(self, state: State) -> Built:

@@ -16,7 +16,7 @@ can be removed on purpose while everything can still be checked.
 import hashlib
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -142,11 +142,9 @@ def chain_of(database: sqlite3.Connection, number: int) -> str:
     return str(found[0]) if found else ""
 
 
-def check_promise(
-    database: sqlite3.Connection, path: Path, last: int, promised: tuple[int, str] | None
-) -> None:
-    """Whether the record that was acknowledged last is here."""
-    number, chain = promised or (0, "")
+def check_promise(path: Path, promised: tuple[int, str] | None, chains: Sequence[str]) -> None:
+    """Whether the record that was acknowledged last is here; `chains` are those of all records, in order."""
+    (number, chain), last = promised or (0, ""), len(chains)
     if number > last:
         raise StoreDamaged(
             path,
@@ -154,7 +152,7 @@ def check_promise(
             "was damaged or removed (if you restored an older copy on purpose, delete `acknowledged`)",
             last + 1,
         )
-    if number and chain_of(database, number) != chain:
+    if number and chains[number - 1] != chain:
         raise StoreDamaged(path, "it is not the one that was acknowledged", number)
 
 

@@ -16,7 +16,7 @@ import sqlite3
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
@@ -79,15 +79,19 @@ class Store:
         self._logged = 0  # bytes that went to the write-ahead log
         self.recovered = None
         self._damaged: set[int] = set()  # snapshots that could not be read
+        promised = Acknowledged(folder).read()
         if not self._lessons.exists():  # nothing is made in the place of what is lost
-            check_promise(sqlite3.Connection(":memory:"), self._lessons, 0, Acknowledged(folder).read())
+            check_promise(self._lessons, promised, [])
         self._records = open_writer(self._lessons, "FULL" if sync == "always" else "NORMAL")
         try:
             with sql(self._lessons):
-                self.outline = self._read(identity)
+                self.outline = self._read(identity, promised)
                 states.drop_unfinished(self._records)
                 self._roots = states.versions(self._records)
-            self._check_acknowledged()
+            if self._acknowledged is not None:
+                self._acknowledged.write(self.outline.last, self.outline.chain, sync=True)
+            else:  # what is not synced must not be promised
+                Acknowledged(folder).path.unlink(missing_ok=True)
             self._cache = self._open_snapshots()
         except BaseException:
             self._records.close()
@@ -113,7 +117,7 @@ class Store:
             os.close(folder_lock)
             raise
 
-    def _read(self, identity: str) -> Outline:
+    def _read(self, identity: str, promised: tuple[int, str] | None) -> Outline:
         """Every record but the deltas; these are checked when they are needed, and by `verify`."""
         database = self._records
         found = database.execute("SELECT identity FROM about").fetchall()
@@ -124,38 +128,35 @@ class Store:
                 f"{self.folder} belongs to {[name for (name,) in found]}, not to {identity!r}: open it with "
                 "the model and settings it was written for"
             )
-        outline = Outline(identity)
+        outline, chains = Outline(identity), []
         for row, chain, _ in walk(database, self._lessons, identity):
             outline.add(row, chain)
+            chains.append(chain)
+        check_promise(self._lessons, promised, chains)
         return outline
-
-    def _check_acknowledged(self) -> None:
-        if self._acknowledged is None:  # what is not synced must not be promised
-            Acknowledged(self.folder).path.unlink(missing_ok=True)
-            return
-        with sql(self._lessons):
-            check_promise(self._records, self._lessons, self.last, self._acknowledged.read())
-        self._acknowledged.write(self.outline.last, self.outline.chain, sync=True)
 
     def _open_snapshots(self) -> sqlite3.Connection:
         """The records have everything: whatever is wrong with snapshots, new ones are begun."""
-        try:
-            cache = open_writer(self._snapshots, "NORMAL")
-            with sql(self._snapshots):
-                states.drop_unfinished(cache)
-                newer = [each for each in states.versions(cache) if each > self.last]
-                if newer:
-                    cache.close()
-                    raise StoreDamaged(self._snapshots, f"versions {newer} are of other records")
-            return cache
-        except ValueError as error:
-            self._went_without(error)
-            remove(self._snapshots)
-            return open_writer(self._snapshots, "NORMAL")
+        with ExitStack() as stack:
+            try:
+                cache = stack.enter_context(closing(open_writer(self._snapshots, "NORMAL")))
+                with sql(self._snapshots):
+                    states.drop_unfinished(cache)
+                    if newer := [version for version in states.versions(cache) if version > self.last]:
+                        raise StoreDamaged(self._snapshots, f"versions {newer} are of other records")
+                stack.pop_all()  # it stays open
+                return cache
+            except StoreDamaged as error:
+                self._went_without(error)
+        remove(self._snapshots)
+        return open_writer(self._snapshots, "NORMAL")
 
-    def _went_without(self, error: Exception) -> None:
+    def _went_without(self, error: OSError | StoreDamaged) -> None:
         log.warning("snapshots are made anew: %s", error)
-        self.recovered = f"snapshots were damaged, and are made anew from the records ({error})"
+        reason = (
+            error.reason if isinstance(error, StoreDamaged) else error.strerror
+        )  # and no path: it is shown
+        self.recovered = f"snapshots were damaged, and are made anew from the records ({reason})"
 
     @property
     def last(self) -> int:
@@ -205,9 +206,9 @@ class Store:
 
         A `key` comes with a hash of the `content` it stands for, and with its `sender` if that is known.
         """
-        data = None if delta is None else delta.to_bytes()
         if delta is not None:
             delta.check()
+        data = None if delta is None else delta.to_bytes()
         with self._snapshotting if kind == "erase" else nullcontext(), self._lock:
             row = Row(
                 number=self.last + 1,
@@ -336,7 +337,7 @@ class Store:
                 try:
                     state = self._root(root, lessons, snapshots if root in cached else None)
                     break
-                except StoreDamaged as error:
+                except (OSError, StoreDamaged) as error:
                     if root not in cached:
                         raise
                     self._went_without(error)
@@ -349,16 +350,25 @@ class Store:
             return state
 
     @contextmanager
-    def _reading(self) -> Iterator[tuple[sqlite3.Connection, sqlite3.Connection]]:
-        """Both databases as they are now, by connections of their own."""
+    def _reading(self) -> Iterator[tuple[sqlite3.Connection, sqlite3.Connection | None]]:
+        """Both databases as they are now, by connections of their own; records alone have to be readable."""
         with ExitStack() as stack:
             with self._lock:  # no commit is half done
-                found = [stack.enter_context(reader(path)) for path in (self._lessons, self._snapshots)]
-            yield found[0], found[1]
+                lessons, snapshots = stack.enter_context(reader(self._lessons)), None
+                try:
+                    snapshots = stack.enter_context(reader(self._snapshots))
+                except (OSError, StoreDamaged) as error:
+                    self._went_without(error)
+            yield lessons, snapshots
 
-    def _cached(self, snapshots: sqlite3.Connection) -> set[int]:
-        with sql(self._snapshots):
-            return set(states.versions(snapshots)) - self._damaged
+    def _cached(self, snapshots: sqlite3.Connection | None) -> set[int]:
+        """The versions of which there are snapshots."""
+        try:
+            with sql(self._snapshots):
+                return set(states.versions(snapshots) if snapshots else ()) - self._damaged
+        except (OSError, StoreDamaged) as error:
+            self._went_without(error)
+            return set()
 
     def _root(self, root: int, lessons: sqlite3.Connection, snapshots: sqlite3.Connection | None) -> State:
         if root == 0:
@@ -450,8 +460,14 @@ class Store:
                     states.finish(self._records, version, digest)
                 for version in set(self._roots) - needed:
                     self._records.execute("DELETE FROM states WHERE version = ?", [version])
-                self._records.execute("UPDATE records SET delta = NULL WHERE number <= ?", [oldest])
             self._roots = sorted(needed)
+        query = "SELECT number FROM records WHERE number <= ? AND delta IS NOT NULL"
+        with sql(self._lessons):
+            with self._lock:
+                leaving = self._records.execute(query, [oldest]).fetchall()
+            for number in paced(leaving, share):  # one by one: commits go on in between
+                with self._lock:
+                    self._records.execute("UPDATE records SET delta = NULL WHERE number = ?", number)
 
     def _chain(self, version: int) -> str:
         with sql(self._lessons), reader(self._lessons) as database:

@@ -72,7 +72,7 @@ def verify(folder: str | Path) -> Report:
             chains[row.number] = chain
         report.last, report.erased = outline.last, sorted(outline.erased)
         with _noted(report):
-            check_promise(database, path, outline.last, Acknowledged(path.parent).read())
+            check_promise(path, Acknowledged(path.parent).read(), [chain for _, chain, _ in rows])
         for row, _, has_delta in rows:
             is_gone = row.number <= report.oldest or outline.is_erased(row.source or "", row.number)
             if row.kind == "lesson" and (has_delta or not is_gone):
