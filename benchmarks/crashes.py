@@ -236,7 +236,7 @@ def kills(random_kills: int = 200, points: int = 3, seed: int = 0) -> dict[str, 
     chance = random.Random(seed)
     lives: list[tuple[float, dict[str, Any]]] = [(chance.uniform(0.2, 2.5), {}) for _ in range(random_kills)]
     lives += [
-        (10.0, {"point": point, "count": 3 * count}) for point in POINTS for count in range(1, 1 + points)
+        (10.0, {"point": point, "count": count}) for point in POINTS for count in range(1, 1 + 3 * points, 3)
     ]
     start, total = blank(learner()), Counter[str]()
     for first in range(0, len(lives), LIVES):

@@ -30,10 +30,16 @@ class Methods(Structure):
 
 class System(Structure):
     _fields_ = [
-        ("iVersion", c_int), ("szOsFile", c_int), ("mxPathname", c_int), ("pNext", c_void_p),
-        ("zName", c_char_p), ("pAppData", c_void_p), ("xOpen", c_void_p), ("xDelete", c_void_p),
+        ("iVersion", c_int),
+        ("szOsFile", c_int),
+        ("mxPathname", c_int),
+        ("pNext", c_void_p),
+        ("zName", c_char_p),
+        ("pAppData", c_void_p),
+        ("xOpen", c_void_p),
+        ("xDelete", c_void_p),
         ("others", c_void_p * 14),
-    ]  # fmt: skip
+    ]
 
 
 OPEN = CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p, c_int, POINTER(c_int))
@@ -166,9 +172,13 @@ class Shim:
         )
         self.disk, self.tables, self.real, self.names = None, {}, {}, {}
         self.kept = [
-            OPEN(self.opened), DELETE(self.delete), CLOSE(self.close), WRITE(self.write),
-            TRUNCATE(self.truncate), SYNC(self.sync),
-        ]  # fmt: skip
+            OPEN(self.opened),
+            DELETE(self.delete),
+            CLOSE(self.close),
+            WRITE(self.write),
+            TRUNCATE(self.truncate),
+            SYNC(self.sync),
+        ]
         self.system.xOpen, self.system.xDelete = (ctypes.cast(each, c_void_p).value for each in self.kept[:2])
 
     def use(self, ours):

@@ -440,7 +440,7 @@ delta_sha256, chain, delta FROM records WHERE number = 10"""
         ("PRAGMA application_id = 2", None),
         ("ALTER TABLE records ADD COLUMN more", None),
     ],
-)  # fmt: skip
+)
 def test_removed_repeated_moved_and_altered_records_are_named(small, tmp_path, statement, record):
     folder = damaged_copy(small, "data", "lessons.db", lambda data: data, tmp_path / "copy")
     with sqlite3.connect(folder / "lessons.db") as database:

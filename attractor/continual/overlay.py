@@ -62,11 +62,14 @@ class Overlay:
         """overlay.json and overlay.safetensors; the folder appears whole or not at all."""
         data = self.delta.to_bytes()
         described = {
-            "format": FORMAT, "attractor": __version__, "base": self.base, "bytes": self.nbytes,
+            "format": FORMAT,
+            "attractor": __version__,
+            "base": self.base,
+            "bytes": self.nbytes,
             "sha256": hashlib.sha256(data).hexdigest(),
             "patches": {layer: len(numbers) for layer, numbers in self.patches().items()},
             "notes": self.notes,
-        }  # fmt: skip
+        }
 
         def fill(partial: Path) -> None:
             (partial / "overlay.safetensors").write_bytes(data)

@@ -162,11 +162,16 @@ class Teacher:
         weights = delta.under(WEIGHTS)
         figures = self.canaries.judge(self._guard(source, held), held.branch.model)
         answer: dict[str, Any] = {
-            "version": self.store.last + 1, "source": source, "loss": seen.loss,
-            "tokens": seen.tokens, "taught": seen.taught, "held_back": seen.held_back,
+            "version": self.store.last + 1,
+            "source": source,
+            "loss": seen.loss,
+            "tokens": seen.tokens,
+            "taught": seen.taught,
+            "held_back": seen.held_back,
             "patches": {str(layer): patches_of(weights, layer) for layer in learner.layers},
-            "bytes": delta.nbytes, "canaries": figures,
-        }  # fmt: skip
+            "bytes": delta.nbytes,
+            "canaries": figures,
+        }
         fields = {**fields_of(held), "lessons": held.version + 1}
         self._commit("lesson", answer, source=source, fields=fields, delta=delta, **asked)
         self._watch(answer["version"], figures)
@@ -209,9 +214,12 @@ class Teacher:
         if held is None and not (erase and self.store.holds(source)):
             raise LookupError(f"nothing is kept for {source!r}; sources: {sorted(self.sources)}")
         answer: dict[str, Any] = {
-            "version": self.store.last + 1, "source": source, "tokens": held.tokens if held else 0,
-            "lessons": held.version if held else 0, "erased": erase,
-        }  # fmt: skip
+            "version": self.store.last + 1,
+            "source": source,
+            "tokens": held.tokens if held else 0,
+            "lessons": held.version if held else 0,
+            "erased": erase,
+        }
         self._commit("erase" if erase else "drop", answer, source=source, **asked)
         for kept in (self.sources, self.frames, self.learned, self.changed, self.drifts):
             kept.pop(source, None)
