@@ -186,16 +186,14 @@ class Delta:
 
         Equal deltas give equal bytes.
         """
-        tensors = {f"whole/{name}": value for name, value in self.whole.items()}
+        tensors = {f"whole/{name}": value.contiguous() for name, value in self.whole.items()}
         groups: dict[bytes, int] = {}
         for name, (numbers, values) in sorted(self.rows.items()):
             group = groups.setdefault(numbers.numpy().tobytes(), len(groups))
-            tensors[f"rows/{group}"] = numbers
-            tensors[f"{group}/{name}"] = values
-        # safetensors refuses tensors that share memory, as rows of a delta that was read do
-        return save(
-            {name: value.clone(memory_format=torch.contiguous_format) for name, value in tensors.items()}
-        )
+            # a copy: safetensors refuses tensors that share memory, as rows of a delta that was read do
+            tensors.setdefault(f"rows/{group}", numbers.clone())
+            tensors[f"{group}/{name}"] = values.contiguous()
+        return save(tensors)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Delta":

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -133,7 +134,8 @@ def delta_of(before: Mapping[str, Tensor], after: Mapping[str, Tensor], undo: Un
     for entry in undo:
         if isinstance(entry, Overwritten) and entry.target in names and len(entry.rows):
             written.setdefault(names[entry.target], []).append(entry.rows.cpu())
-    numbers = {name: torch.cat(parts).unique() for name, parts in written.items()}
+    numbers = {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in written.items()}
+    numbers = {name: torch.from_numpy(np.unique(rows.numpy())) for name, rows in numbers.items()}
     whole |= {name for name, rows in numbers.items() if len(rows) == len(after[name])}
     return Delta(
         {name: rows_of(after[name], rows) for name, rows in sorted(numbers.items()) if name not in whole},
