@@ -122,13 +122,13 @@ def victim(folder: Path, line: Connection, mortal: dict[str, Any], seed: int, re
 
     tell("open", service.version, live_hash(service))
 
-    def act(key: str, kind: str, source: str) -> None:
-        tell("asked", key, kind, source)
+    def act(key: str, kind: str, source: str, target: int) -> None:
+        tell("asked", key, kind, source, target)
         try:
             if kind == "learn":
                 answer = service.learn([TEXT], source, key)
             elif kind == "rollback":
-                answer = service.rollback(service.version // 2, key)
+                answer = service.rollback(target, key)
             else:
                 answer = service.forget(source, key, erase=kind == "erase")
         except LookupError:
@@ -138,11 +138,11 @@ def victim(folder: Path, line: Connection, mortal: dict[str, Any], seed: int, re
 
     def client(number: int) -> None:
         chance = random.Random(f"{seed}/{number}")
-        for key, kind, source in retry[number::2]:
-            act(key, kind, source)
+        for asked in retry[number::2]:  # the very same: a key is bound to what it came with
+            act(*asked)
         for count in range(10_000):
             kind = chance.choices(["learn", "rollback", "forget", "erase"], [20, 1, 1, 1])[0]
-            act(f"{seed}/{number}/{count}", kind, chance.choice(SOURCES))
+            act(f"{seed}/{number}/{count}", kind, chance.choice(SOURCES), service.version // 2)
 
     def reader() -> None:
         while True:
