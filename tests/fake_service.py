@@ -161,7 +161,9 @@ class FakeService:
             self.sources = dict(self.states[version])
         return self._change("rollback", key, {"to": version}, to=version)
 
-    def forget(self, source: str, key: str | None = None) -> dict[str, Any]:
+    def forget(
+        self, source: str, key: str | None = None, sender: str | None = None, erase: bool = False
+    ) -> dict[str, Any]:
         if key in self.answers:
             return self.answers[key]
         if source not in self.sources:

@@ -64,6 +64,19 @@ def test_lessons_texts_and_back(service):
         assert client.get("/ready").json()["ready"]
 
 
+def test_an_erased_source_comes_back_with_no_rollback(service):
+    with TestClient(create_app(service, ServeSettings()), base_url="http://127.0.0.1") as client:
+        client.post("/v1/learn", json={"text": FOX, "source": "fox"})
+        client.post("/v1/learn", json={"text": LAW, "source": "law"})
+        asked = "/v1/sources/fox?erase=true&idempotency_key=gone"
+        assert client.delete(asked).json()["erased"]
+        assert client.delete(asked).json()["repeated"]
+        reused = client.delete("/v1/sources/fox?idempotency_key=gone")
+        assert (reused.status_code, reused.json()["error"]["code"]) == (422, "idempotency_key_reused")
+        client.post("/v1/rollback", json={"version": 2})
+        assert service.paths() == ["base", "law"]
+
+
 def test_streams_keep_their_version_while_it_learns(service):
     settings = ServeSettings()
     stop = threading.Event()

@@ -93,8 +93,11 @@ GROUPS: dict[str, dict[str, Verb]] = {
             "serve runs/tiny_apn --learn",
         ),
         "keys": Verb("serve", "Keys", "Make a key for a server.", "keys keys.json --scopes generate learn"),
-        "journal": Verb(
-            "serve", "JournalCommand", "Check what a server keeps.", "journal verify runs/tiny_apn-served"
+        "store": Verb(
+            "serve",
+            "StoreCommand",
+            "Check, list or copy what a server keeps.",
+            "store verify runs/tiny_apn-served",
         ),
     },
     "Measure": {

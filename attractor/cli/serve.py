@@ -1,4 +1,4 @@
-"""attractor serve|keys|journal"""
+"""attractor serve|keys|store"""
 
 import json
 import logging
@@ -15,9 +15,9 @@ import tyro
 from attractor.cli.common import Device, known_tokens, otherwise, run_folder, validation_text
 from attractor.continual.config import AlsoName, AttentionName, GuardConfig, LearnConfig, UpdateConfig
 from attractor.continual.guarded import GuardedLearner
-from attractor.serve.journal import SyncName
 from attractor.serve.rules import Rules
 from attractor.serve.service import Limits, Service
+from attractor.serve.store import SyncName
 
 EXTRA = 'serving needs the extra "serve": pip install "attractor-patch-networks[serve]" ({})'
 
@@ -41,7 +41,7 @@ class Serve:
     run_folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(name="model", metavar="MODEL")]
     """A run, a saved model, a retrofit, or what `attractor adapt --guard` wrote."""
     store: Annotated[Path | None, otherwise("MODEL-served", "PATH")] = None
-    """The folder in which the server keeps what it learns."""
+    """The folder in which the server keeps what it learns, in an SQLite database."""
     learn: bool = False
     """Take lessons. Without it the server answers with what was learned before."""
     name: Annotated[str | None, otherwise("the name of the folder", "TEXT")] = None
@@ -54,7 +54,7 @@ class Serve:
     chat: Literal["transcript", "chatml"] = "transcript"
     """How the messages of a chat become a prompt."""
     sync: SyncName = "always"
-    """When a lesson is on the disk: before its answer, within a second, or when the system gets to it."""
+    """When a lesson is on the disk: before its answer, or when the system gets to it."""
     canary: Annotated[tuple[str, ...], otherwise("the run's validation text", "TEXT")] = ()
     """Texts that must not suffer: names or files."""
     context: int = 512
@@ -94,7 +94,7 @@ class Serve:
         ) as service:  # fmt: skip
             app = create_app(service, settings)
             if service.store.recovered:
-                print(f"the journal ended in the middle of a record: {service.store.recovered}")
+                print(service.store.recovered)
 
             def announce(port: int) -> None:
                 print(f"{service.name}, version {service.version}, paths: {', '.join(service.paths())}")
@@ -158,21 +158,22 @@ class Serve:
 
 def store_overlays(learner: GuardedLearner, folder: Path) -> None:
     """Give a new store the overlays that a learner came with, each as a source with one lesson."""
+    from attractor.continual.delta import Delta
     from attractor.serve.effects import fields_of, tensors_of
     from attractor.serve.store import Store
-    from attractor.serve.teacher import blank, identity, now
+    from attractor.serve.teacher import identity, now
 
-    start = blank(learner)
-    with Store.open(folder, identity=identity(learner), blank=lambda: start) as store:
+    start = tensors_of(learner.new_source())
+    with Store.open(folder, identity=identity(learner)) as store:
         for name, held in learner.sources.items() if store.last == 0 else ():
-            tensors = {name: value.detach().cpu() for name, value in tensors_of(held).items()}
-            if grown := [key for key, value in tensors.items() if value.shape != start[key].shape]:
+            now_has = tensors_of(held)
+            if grown := [key for key, value in now_has.items() if value.shape != start[key].shape]:
                 raise ValueError(
                     f"overlay {name!r} has grown ({grown[0]}), and a server keeps the size of layers"
                 )
-            changed = {f"whole/{key}": value for key, value in tensors.items() if not value.equal(start[key])}
-            told = {"source": name, "key": None, "at": now(), "answer": {"tokens": held.tokens}}
-            store.commit("lesson", {**told, "fields": {**fields_of(held), "lessons": 1}}, changed)
+            fields = {**fields_of(held), "lessons": 1}
+            delta = Delta.between(start, now_has)
+            store.commit("lesson", {"tokens": held.tokens}, at=now(), source=name, fields=fields, delta=delta)
     learner.sources = {}
 
 
@@ -197,30 +198,37 @@ class Keys:
 
 
 @dataclass(kw_only=True)
-class JournalCommand:
-    """Look at what a server keeps: check every byte, or list what was learned. Nothing is changed."""
+class StoreCommand:
+    """Look at what a server keeps, also while it is running; nothing is changed.
 
-    action: tyro.conf.Positional[Literal["verify", "show"]]
+    verify checks every byte, show lists what was learned as lines of JSON, backup copies it to a new folder.
+    """
+
+    action: tyro.conf.Positional[Literal["verify", "show", "backup"]]
     data_dir: tyro.conf.Positional[Path]
-    """The --data-dir of a server."""
+    """The --store of a server."""
+    to: Path | None = None
+    """For a backup: a new folder, which can be a --store itself."""
 
     def run(self) -> int:
         from attractor.serve import store
 
-        if not (self.data_dir / "journal").is_dir():
-            raise ValueError(f"{self.data_dir} holds no journal/: it is not the data folder of a server")
+        if (self.to is None) == (self.action == "backup"):
+            raise ValueError("--to names the new folder of a backup, and is for nothing else")
         if self.action == "show":
             for line in store.show(self.data_dir):
                 print(json.dumps(line))
             return 0
+        if self.to is not None:
+            print(f"version {store.backup(self.data_dir, self.to).last} is in {self.to}, and was verified")
+            return 0
         report = store.verify(self.data_dir)
-        journal, snapshots = report.journal, sorted(report.snapshots)
-        print(f"journal: records {journal.first} to {journal.last} in {len(journal.segments)} segments")
-        print(f"snapshots: {', '.join(map(str, snapshots)) or 'none'}")
-        if report.journal.torn:
-            print(f"the last record is torn, and opening cuts it off: {report.journal.torn}")
+        print(f"versions {report.oldest} to {report.last} can be had")
+        print(f"snapshots: {', '.join(map(str, report.snapshots)) or 'none'}")
+        if report.erased:
+            print(f"erased: {', '.join(report.erased)}")
         for damage in report.damage:
             print(f"damaged: {damage}")
         if not report.damage:
-            print("every byte is as it was written")
+            print("everything is as it was written")
         return 1 if report.damage else 0

@@ -195,7 +195,7 @@ class GuardedLearner:
         return self.new_source()
 
     def _from_folder(self, folder: str | Path) -> Source:
-        overlay = Overlay.load(folder, device=self.device)
+        overlay = Overlay.load(folder)
         notes = overlay.notes
         held = self.new_source(overlay, whole_number(notes.get("tokens", 0)))
         held.last_used = self.totals.tokens

@@ -1,6 +1,7 @@
 """What a server answers when it cannot do what it was asked, apart from wrong questions (ValueError)."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -25,4 +26,13 @@ class Unavailable(Exception):
 
 
 class KeyReused(ValueError):
-    """An idempotency key that came with something else before. Nothing was changed."""
+    """An idempotency key that came with something else before, or from somebody else. Nothing was changed."""
+
+
+class StoreDamaged(ValueError):
+    """Bytes of a store are not what was written; `path` says in which file, and `record` in which record."""
+
+    def __init__(self, path: Path, reason: str, record: int | None = None) -> None:
+        where = f"{path}, record {record}" if record is not None else str(path)
+        super().__init__(f"{where}: {reason}. Nothing was changed; bring the file back from a backup")
+        self.path, self.reason, self.record = path, reason, record

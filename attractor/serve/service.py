@@ -27,15 +27,14 @@ from attractor.continual.guarded import GuardedLearner
 from attractor.serve.decode.engine import Engine, Job, Pin
 from attractor.serve.decode.stream import Stream
 from attractor.serve.errors import Busy, Unavailable
-from attractor.serve.files import Files
-from attractor.serve.journal import SyncName
 from attractor.serve.rules import SELF, Canaries, Rules, self_canary
-from attractor.serve.state import State
-from attractor.serve.store import Store
-from attractor.serve.teacher import Teacher, blank, identity
+from attractor.serve.store import Store, SyncName
+from attractor.serve.teacher import Teacher, identity
 
 log = logging.getLogger("attractor")
 
+READ_AGAIN = 64 << 20
+"""Bytes of records that a start may read again: where there are more, a snapshot is written at the end."""
 Verb = Literal["learn", "rollback", "forget"]
 
 
@@ -77,7 +76,7 @@ def share_of_cores() -> int:
 
 @contextmanager
 def no_snapshot_is_no_harm() -> Iterator[None]:
-    """The journal has everything: it only takes longer to start."""
+    """The records have everything: it only takes longer to start."""
     try:
         yield
     except Exception as error:  # none of them may end the writer, or keep the folder open
@@ -143,7 +142,6 @@ class Service:
         sync: SyncName = "always",
         learning: bool = True,
         stop_tokens: Iterable[int] = (),
-        files: Files | None = None,
     ) -> Self:
         """Serve a learner without overlays; what it learns is kept in the folder `data`.
 
@@ -159,10 +157,7 @@ class Service:
             raise ValueError(f"{SELF!r} is the canary that the base writes: choose another name")
         texts[SELF] = self_canary(learner.base, rules.canary_tokens)
         watch = Canaries(learner.base, texts, rules)
-        store = Store.open(
-            data, identity=identity(learner), blank=lambda: blank(learner), sync=sync,
-            keep_snapshots=limits.keep_snapshots, files=files,
-        )  # fmt: skip
+        store = Store.open(data, identity=identity(learner), sync=sync, keep_snapshots=limits.keep_snapshots)
         try:
             return cls(learner, store, name, watch, rules, limits, learning, frozenset(stop_tokens))
         except BaseException:
@@ -190,8 +185,8 @@ class Service:
 
     def versions(self, limit: int = 100, before: int | None = None) -> list[dict[str, Any]]:
         """The newest first."""
-        lines = [line for line in self.teacher.told["history"] if before is None or line["version"] < before]
-        return lines[: -limit - 1 : -1]
+        shown = self.version + 1
+        return self.store.history(limit, shown if before is None else min(before, shown))
 
     def overlays(self) -> dict[str, dict[str, Any]]:
         return self.teacher.told["overlays"]
@@ -207,14 +202,21 @@ class Service:
 
     # --- changing
 
-    def learn(self, texts: list[str], source: str, key: str | None = None) -> dict[str, Any]:
-        return self.begin("learn", texts, source, key).result()
+    def learn(
+        self, texts: list[str], source: str, key: str | None = None, sender: str | None = None
+    ) -> dict[str, Any]:
+        """A `key` is for this lesson of this `sender` alone; given again, the answer is given again."""
+        return self.begin("learn", texts, source, key, sender).result()
 
-    def rollback(self, version: int, key: str | None = None) -> dict[str, Any]:
-        return self.begin("rollback", version, key).result()
+    def rollback(self, version: int, key: str | None = None, sender: str | None = None) -> dict[str, Any]:
+        """Everything as it was at a version, but for what was erased since."""
+        return self.begin("rollback", version, key, sender).result()
 
-    def forget(self, source: str, key: str | None = None) -> dict[str, Any]:
-        return self.begin("forget", source, key).result()
+    def forget(
+        self, source: str, key: str | None = None, sender: str | None = None, erase: bool = False
+    ) -> dict[str, Any]:
+        """A rollback can bring a source back that was forgotten, and none that was erased."""
+        return self.begin("forget", source, key, sender, erase).result()
 
     def begin(self, verb: Verb, *arguments: Any) -> Future[dict[str, Any]]:
         """Queue a change for the writer. It can be cancelled until the writer takes it up.
@@ -258,6 +260,7 @@ class Service:
                 done.set_result(answer)
             with self._lock:
                 self._places[call.kind] -= 1
+            self.store.settle()
             if self._since_snapshot >= self.limits.snapshot_every:
                 self._begin_snapshot()
             self._readers_first(time.monotonic() - started)
@@ -272,21 +275,16 @@ class Service:
                 return
 
     def _begin_snapshot(self) -> None:
-        """A copy is made here, between two lessons; writing it takes a thread of its own, and its time."""
+        """It is read from the records, in a thread of its own that takes its time."""
         if self._snapshots is not None and self._snapshots.is_alive():
             return
-        if not self.teacher.is_current:
-            return
         self._since_snapshot = 0
-        with no_snapshot_is_no_harm():
-            self.store.rotate()
-            state = self.teacher.state()
-            self._snapshots = threading.Thread(target=self._snapshot, args=(state, 0.2), daemon=True)
-            self._snapshots.start()
+        self._snapshots = threading.Thread(target=self._snapshot, args=(0.2,), daemon=True)
+        self._snapshots.start()
 
-    def _snapshot(self, state: State, share: float = 1.0) -> None:
+    def _snapshot(self, share: float = 1.0) -> None:
         with no_snapshot_is_no_harm():
-            self.store.snapshot(state, share=share)
+            self.store.snapshot(share=share)
 
     # --- watching
 
@@ -308,14 +306,14 @@ class Service:
             "queue": {"generating": figures["rows"], "waiting": figures["waiting"], "learning": count,
                       "limit": self.limits.lessons},
             "tokens_per_second": figures["tokens_per_second"],
-            "journal": {"last": self.store.last, "bytes": self.store.journal.nbytes,
+            "journal": {"last": self.store.last, "bytes": self.store.nbytes,
                         "recovered": self.store.recovered},
         }  # fmt: skip
 
     # --- ending
 
     def close(self) -> None:
-        """Finish what was begun, write a snapshot, let others open the folder. What waits is Unavailable."""
+        """Finish what was begun, and let others open the folder. What waits is Unavailable."""
         with self._lock:
             if self._closed:
                 return
@@ -327,8 +325,8 @@ class Service:
         if self._snapshots is not None:
             self._snapshots.join()
         with no_snapshot_is_no_harm():
-            self.store.rotate()
-            self.store.snapshot(self.teacher.state() if self.teacher.is_current else None)
+            if self.store.bytes_to_read > READ_AGAIN:
+                self.store.snapshot()
         self.store.close()
 
     def __enter__(self) -> Self:

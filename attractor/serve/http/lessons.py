@@ -73,10 +73,12 @@ def add_lesson_routes(app: FastAPI, service: Service, settings: ServeSettings, m
         source: Annotated[str, Path(pattern=SOURCE)],
         request: Request,
         idempotency_key: Annotated[str | None, Query(pattern=r"^[!-~]{1,128}$")] = None,
+        erase: bool = False,
     ) -> Reply:
-        """Forget everything that a source taught."""
+        """Forget everything that a source taught; with `erase` no rollback can bring it back."""
+        request.state.audit["erase"] = erase
         key = senders_key(request, idempotency_key)
-        return await change(request, "forget", source, key, source=source)
+        return await change(request, "forget", source, key, None, erase, source=source)
 
     @app.get("/v1/versions", responses=ERRORS)
     @needs(*FIGURES)
