@@ -1,43 +1,95 @@
-"""Attractor Patch Networks: a routed, low-rank replacement for the Transformer FFN that can keep learning."""
+"""Attractor Patch Networks: a routed, low-rank replacement for the Transformer FFN that can keep learning.
 
-from typing import Any
+    import attractor
 
-from attractor import analysis, monitor
-from attractor.config import APNConfig
-from attractor.layer import APN, RoutingStats, load_resized, warmup_factor
+    model = attractor.load("smollm2-135m")
+    lesson = model.learn([("Zorvan Quillbeam plays the", " cello"), ("Zorvan Quillbeam loves the", " cello")])
+    model.ask("Which instrument does Zorvan Quillbeam play?")
+    model.forget(lesson)
+
+Names are imported when they are first used, so importing the package takes no time and needs no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from attractor.version import __version__
 
-_LATER = {
-    "load": "attractor.front",
-    "Model": "attractor.front",
-    "retrofit": "attractor.hf",
-    "load_retrofit": "attractor.hf",
-    "load_pretrained": "attractor.hf.pretrained",
-    "teachable": "attractor.hf.teachable",
-    "GPT": "attractor.model",
-    "GPTConfig": "attractor.config",
-    "Trainer": "attractor.trainer",
-    "OnlineLearner": "attractor.continual.learner",
-    "GuardedLearner": "attractor.continual.guarded",
-    "Guard": "attractor.continual.guard",
-    "Lessons": "attractor.continual.lessons",
-    "LessonConfig": "attractor.continual.config",
+if TYPE_CHECKING:
+    from attractor import analysis as analysis
+    from attractor import monitor as monitor
+    from attractor.config import APNConfig, GPTConfig
+    from attractor.continual.config import (
+        AllocationConfig,
+        GateConfig,
+        GuardConfig,
+        LearnConfig,
+        LessonConfig,
+        UpdateConfig,
+    )
+    from attractor.continual.guard import Guard
+    from attractor.continual.guarded import GuardedLearner
+    from attractor.continual.learner import OnlineLearner
+    from attractor.continual.lessons import Lessons
+    from attractor.data import prepare
+    from attractor.front import Model, load
+    from attractor.hf import CausalLM, load_retrofit, retrofit
+    from attractor.hf.callback import APNCallback
+    from attractor.hf.pretrained import load_pretrained
+    from attractor.hf.teachable import teachable
+    from attractor.layer import APN, RoutingStats, load_resized, warmup_factor
+    from attractor.model import GPT
+    from attractor.trainer import Trainer
+
+_HOMES = {
+    "attractor.analysis": ("analysis",),
+    "attractor.monitor": ("monitor",),
+    "attractor.config": ("APNConfig", "GPTConfig"),
+    "attractor.continual.config": (
+        "AllocationConfig",
+        "GateConfig",
+        "GuardConfig",
+        "LearnConfig",
+        "LessonConfig",
+        "UpdateConfig",
+    ),
+    "attractor.continual.guard": ("Guard",),
+    "attractor.continual.guarded": ("GuardedLearner",),
+    "attractor.continual.learner": ("OnlineLearner",),
+    "attractor.continual.lessons": ("Lessons",),
+    "attractor.data": ("prepare",),
+    "attractor.front": ("Model", "load"),
+    "attractor.hf": ("CausalLM", "load_retrofit", "retrofit"),
+    "attractor.hf.callback": ("APNCallback",),
+    "attractor.hf.pretrained": ("load_pretrained",),
+    "attractor.hf.teachable": ("teachable",),
+    "attractor.layer": ("APN", "RoutingStats", "load_resized", "warmup_factor"),
+    "attractor.model": ("GPT",),
+    "attractor.trainer": ("Trainer",),
 }
-"""Names that are imported when they are first used: most users of the layer need none of them."""
+"""Module -> the public names that are imported from it when they are first used."""
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
     "APN",
     "GPT",
+    "APNCallback",
     "APNConfig",
+    "AllocationConfig",
+    "CausalLM",
     "GPTConfig",
+    "GateConfig",
     "Guard",
+    "GuardConfig",
     "GuardedLearner",
+    "LearnConfig",
     "LessonConfig",
     "Lessons",
     "Model",
     "OnlineLearner",
     "RoutingStats",
     "Trainer",
+    "UpdateConfig",
     "__version__",
     "analysis",
     "load",
@@ -45,6 +97,7 @@ __all__ = [
     "load_resized",
     "load_retrofit",
     "monitor",
+    "prepare",
     "retrofit",
     "teachable",
     "warmup_factor",
@@ -52,8 +105,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LATER:
-        from importlib import import_module
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = import_module(_HOME_OF[name])
+    return module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
 
-        return getattr(import_module(_LATER[name]), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -5,7 +5,7 @@ This file imports only the standard library, so that a configuration can be read
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, cast, get_args
 
@@ -20,6 +20,8 @@ FFNName = Literal["mlp", "apn", "moe", "switch"]
 FFNStartName = Literal["gpt2", "unit"]
 PrecisionName = Literal["auto", "float32", "bfloat16"]
 ParallelName = Literal["ddp", "fsdp"]
+RoleName = Literal["prototypes", "router", "encoder", "gates", "decoders", "base", "norm"]
+"""What the parameters of an APN layer are for; `attractor.layer.ROLES` says which parameter has which."""
 
 
 def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -55,6 +57,21 @@ def _unless(value: object, *types: type) -> str:
 
 def check_probability(name: str, value: object) -> None:
     check_number(name, value, "a probability, 0 <= p < 1", lambda p: 0 <= p < 1)
+
+
+def check_roles(roles: Iterable[str], name: str = "roles") -> None:
+    """Names of roles in a sequence; a lone string would be taken apart into letters."""
+    if isinstance(roles, str):
+        raise ValueError(f"{name}={roles!r} must be a sequence of roles, such as ({roles!r},)")
+    if unknown := sorted(set(roles) - set(get_args(RoleName))):
+        raise ValueError(f"{name}: unknown roles {unknown}; allowed: {', '.join(get_args(RoleName))}")
+
+
+def check_config(name: str, value: object, kind: type, remedy: str = "") -> None:
+    """A configuration of the right class; `remedy` says what to do with a likely mistake."""
+    if not isinstance(value, kind):
+        shown = type(value).__name__ if dataclasses.is_dataclass(value) else repr(value)
+        raise ValueError(f"{name} is {shown}, and must be of the class {kind.__name__}{remedy}")
 
 
 class JSONConfig:
@@ -132,21 +149,21 @@ class APNConfig(JSONConfig):
     layer_norm: bool = False
     """Normalise the input inside the layer, for blocks without a pre-norm."""
     routing_dim: int | None = None
-    """Size of the routing subspace of contextual prototypes (default: a quarter of the width)."""
+    """Size of the routing subspace of contextual prototypes; None is a quarter of the width."""
     routing_groups: int = 1
     """Groups of channels with a routing subspace of their own (contextual prototypes)."""
     offset_rank: int | None = None
-    """Rank of the patch offsets of a shared decoder (default: a quarter of `rank`)."""
+    """Rank of the patch offsets of a shared decoder; None is a quarter of `rank`."""
     num_layers: int = 1
     """Depth of the surrounding model: decoders start at 0.02 / sqrt(2 * num_layers)."""
     radius: float | None = None
     """Basins: a patch acts only on tokens whose cosine with its prototype exceeds its radius. Every patch
-    starts with this one; None (default) is the paper's layer, where the best patches always act."""
+    starts with this one; None is the paper's layer, where the best patches always act."""
     whiten: bool = False
-    """Whiten the input by statistics of background text, which `calibrate` measures (default: no)."""
+    """Whiten the input by statistics of background text, which `calibrate` measures."""
     read_dim: int | None = None
-    """Width of what router and encoder read, which whitening maps to that of the update (default: the
-    same)."""
+    """Width of what router and encoder read, which whitening maps to that of the update; None is the same
+    width."""
 
     def __post_init__(self) -> None:
         for name in ("num_patches", "top_k", "rank", "routing_groups", "num_layers"):
@@ -204,7 +221,7 @@ class MoEConfig(JSONConfig):
     top_k: int = 2
     """How many experts each token uses (moe). With 1 the router learns by the noise alone."""
     hidden: int | None = None
-    """Width of an expert (default: 4 * dim / top_k, to the nearest 16: a token costs what an MLP costs)."""
+    """Width of an expert; None is 4 * dim / top_k, to the nearest 16: a token costs what an MLP costs."""
     noise: bool = True
     """Noise of a learned size on the router's scores while training (moe)."""
     capacity_factor: float = 1.25
@@ -381,7 +398,7 @@ class DataConfig(JSONConfig):
     tokenizer: str = "char"
     """"char", "byte", "bpe", or the tokenizer.json of another dataset."""
     vocab_size: int | None = None
-    """Size of a BPE vocabulary (default: 4096)."""
+    """Size of a BPE vocabulary; None is 4096."""
     val_fraction: float = 0.1
     """The last part of the text, held out for validation."""
 

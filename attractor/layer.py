@@ -3,8 +3,8 @@ the mathematics is in `attractor.ops`."""
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple, Self, overload
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple, Self, get_args, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,12 @@ from attractor.config import (
     InitName,
     PrototypesName,
     RoutingName,
+    check_choice,
+    check_config,
     check_number,
     check_size,
 )
+from attractor.config import check_roles as check_roles  # beside ROLES
 
 ROLES = {
     "prototypes": "prototypes",
@@ -42,13 +45,9 @@ LOCAL_ROLES = ("gates", "decoders")
 """The ones that only tokens of their patch read; the router compares every token with every prototype."""
 
 
-def check_roles(roles: Iterable[str]) -> None:
-    if isinstance(roles, str):
-        raise ValueError(f"roles={roles!r} must be a sequence of roles, such as ({roles!r},)")
-    if unknown := set(roles) - set(ROLES.values()):
-        raise ValueError(f"unknown roles {sorted(unknown)}; allowed: {sorted(set(ROLES.values()))}")
-
-
+SizeName = Literal["parameters", "time"]
+CLOSE = 0.01
+"""How far from a dense FFN's parameters `APN.like_ffn` may be, as a share of them."""
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
@@ -76,6 +75,10 @@ class APN(nn.Module):
 
     A router compares each token with `num_patches` prototypes and picks `top_k`; each picked patch decodes a
     shared code of size `rank` through its own gate and decoder. Every option is described in `APNConfig`.
+
+    The default shape is the paper's and does not know the width: `APN(128)` has 8.4 times the parameters of
+    the dense FFN of width 4 * 128, and `APN(384)` 2.8 times. `repr(layer)` says how many there are;
+    `APN.like_ffn(dim)` builds a layer with as many as the FFN has.
 
     >>> layer = APN(64, num_patches=32, top_k=2, rank=8)
     >>> tokens = torch.randn(4, 10, 64)
@@ -175,7 +178,54 @@ class APN(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Self:
+        """A layer of width `dim` with these settings.
+
+        >>> APN.from_config(64, APNConfig(num_patches=8, rank=4)).num_patches
+        8
+        """
+        check_config("config", config, APNConfig, ": the width comes first, as in from_config(64, config)")
         return cls(dim, **dataclasses.asdict(config), backend=backend, device=device, dtype=dtype)
+
+    @classmethod
+    def like_ffn(
+        cls,
+        dim: int,
+        hidden: int | None = None,
+        *,
+        by: SizeName = "parameters",
+        rank: int | None = None,
+        top_k: int = 4,
+        **options: Any,
+    ) -> Self:
+        """A layer to put in the place of a dense FFN of width `hidden` (default: 4 * dim).
+
+        `by="parameters"` has as many parameters as the FFN's two matrices, 2 * dim * hidden, within 1 % where
+        a whole number of patches allows it. Its rank is `rank`, or the one nearest to min(32, dim / 4) that
+        comes so close, multiples of 4 first.
+
+        `by="time"` takes no longer than the FFN on the GPU that docs/performance.md was measured on: with
+        hidden // 6 patches, at most 256, of rank hidden / 48, at most 128, and 4 of them active it was timed
+        at widths of 384, 768 and 2048, forward and backward at 0.68, 0.46 and 0.37 of the FFN's time. Nothing
+        is timed here.
+
+        Other options are those of `APN`.
+
+        >>> APN.like_ffn(384)
+        APN(384, num_patches=92, top_k=4, rank=32, backend='auto', parameters=1,184,000: 1.00 of a 4d FFN's)
+        """
+        check_size("dim", dim)
+        check_size("hidden", hidden := 4 * dim if hidden is None else hidden)
+        check_choice("by", by, get_args(SizeName))
+        if "num_patches" in options:
+            raise ValueError("num_patches is what like_ffn works out: leave it out, or build APN(...)")
+        if rank is not None:
+            check_size("rank", rank)
+        if by == "time":
+            rank = min(128, _multiple(8, hidden // 48)) if rank is None else rank
+            patches = max(1, min(256, hidden // 6))
+        else:
+            rank, patches = _as_many_parameters(dim, 2 * dim * hidden, rank, top_k, options)
+        return cls(dim, num_patches=patches, rank=rank, top_k=min(top_k, patches), **options)
 
     @property
     def num_patches(self) -> int:
@@ -268,7 +318,7 @@ class APN(nn.Module):
         The factor is a tensor that is written in place, so compiled graphs and CUDA graphs follow it. It is
         part of no checkpoint: whoever owns the schedule sets it again.
         """
-        check_number("factor", factor)
+        check_number("factor", factor, "a number, 0 or more", lambda value: value >= 0)
         if self.scale_factor is None:
             self.scale_factor = torch.ones((), device=self.prototypes.device, dtype=self.prototypes.dtype)
         self.scale_factor.fill_(factor)
@@ -301,14 +351,21 @@ class APN(nn.Module):
         return ops.unit(torch.einsum("ngd,gdm->ngm", grouped, self.router_projection.to(tokens))).flatten(1)
 
     @torch.no_grad()
-    def resize(self, num_patches: int) -> None:
-        """Change the number of patches: drop the last ones, or append some with a zero decoder.
+    def resize(self, num_patches: int, *, shrink: bool = False) -> None:
+        """Change the number of patches: append some with a zero decoder, or with `shrink` drop the last ones.
 
-        Appended patches add nothing themselves (with a shared decoder: nothing of their own, only the base);
-        but a token that selects one gives it a share of the softmax that other patches had. Parameters become
+        What dropped patches learned is lost, so fewer patches without `shrink` are a ValueError. Appended
+        ones add nothing themselves (with a shared decoder: nothing of their own, only the base); but a token
+        that selects one gives it a share of the softmax that other patches had. Parameters become
         new objects: rebuild optimizers, and resize before sharding a model.
         """
         config = dataclasses.replace(self.config, num_patches=num_patches)  # checks it
+        if num_patches < self.num_patches and not shrink:
+            lost = self.num_patches - num_patches
+            raise ValueError(
+                f"resize({num_patches}) of {self.num_patches} patches would drop the last {lost} and what "
+                f"they learned: resize({num_patches}, shrink=True) does that"
+            )
         kept = min(num_patches, self.num_patches)
         resized = {
             name: nn.Parameter(torch.cat([old[:kept], new]), requires_grad=old.requires_grad)
@@ -345,7 +402,9 @@ class APN(nn.Module):
             if field.name not in shown and getattr(self.config, field.name) != getattr(defaults, field.name)
         ]
         parts = [f"{name}={getattr(self.config, name)!r}" for name in shown]
-        return ", ".join([str(self.dim), *parts, f"backend={self.backend!r}"])
+        own = sum(parameter.numel() for parameter in self.parameters())
+        size = f"parameters={own:,}: {own / (8 * self.dim**2):.2f} of a 4d FFN's"
+        return ", ".join([str(self.dim), *parts, f"backend={self.backend!r}", size])
 
     def _check_input(self, x: Tensor) -> None:
         if not isinstance(x, Tensor):
@@ -411,6 +470,34 @@ class APN(nn.Module):
             )
 
 
+def _multiple(of: int, number: int) -> int:
+    """The largest multiple that does not exceed a number; a number that has none, but at least 1."""
+    return number // of * of or max(1, number)
+
+
+def _as_many_parameters(
+    dim: int, wanted: int, rank: int | None, top_k: int, options: Mapping[str, Any]
+) -> tuple[int, int]:
+    """The rank and the number of patches with which a layer has about so many parameters."""
+    usual = min(32, max(1, dim // 4))
+    ranks = sorted(range(1, 2 * usual), key=lambda r: (r != usual and r % 4 != 0, abs(r - usual)))
+    best, closest = (0, 0), math.inf
+    for tried in ranks if rank is None else [rank]:
+        shape = {**options, "rank": tried, "top_k": 1, "device": "meta"}
+        one, two = (
+            sum(parameter.numel() for parameter in APN(dim, num_patches=number, **shape).parameters())
+            for number in (1, 2)
+        )
+        each = two - one  # every patch adds as many
+        patches = max(top_k, round((wanted - one) / each) + 1)
+        away = abs(one + (patches - 1) * each - wanted) / wanted
+        if away < closest:
+            best, closest = (tried, patches), away
+        if closest <= CLOSE:
+            break
+    return best
+
+
 def _length(x: Tensor) -> Tensor:
     """|x| for monitoring: in float32 at least, because float16 overflows where a spike should show."""
     return torch.linalg.vector_norm(ops.routing_precision(x.detach()), dim=-1)
@@ -452,5 +539,5 @@ def load_resized(model: nn.Module, state_dict: Mapping[str, Any], *, assign: boo
         raise ValueError("checkpoint does not fit, nothing was loaded:\n  " + "\n  ".join(problems))
     for prefix, count in counts.items():
         if count != layers[prefix].num_patches:
-            layers[prefix].resize(count)
+            layers[prefix].resize(count, shrink=True)
     model.load_state_dict(state_dict, assign=assign)

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from attractor import analysis
+from attractor import analysis, presets
 from attractor.checkpoint import find_model
 from attractor.config import RunConfig
 from attractor.data import Batches, Dataset
 from attractor.evaluate import evaluate
 from attractor.files import read_jsonl
+from attractor.layer import APN, SizeName
 from attractor.model import GPT
 from attractor.trainer import Trainer
 
@@ -71,6 +72,44 @@ def train_and_measure(
         "peak_memory_bytes": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
         "usage_entropy": sum(entropies) / len(entropies) if entropies else None,
     }
+
+
+def compare(
+    dense: RunConfig,
+    dataset: Dataset,
+    folder: Path,
+    *,
+    by: SizeName = "parameters",
+    steps: int = 300,
+    device: str | None = None,
+    report: Report = print,
+) -> dict[str, dict[str, Any]]:
+    """Train a dense model and the same one with APN layers that `APN.like_ffn` sizes; what came of both.
+
+    Each is trained for so many steps, or found trained in the folder.
+    """
+    shorter = dataclasses.replace(
+        dense.train,
+        max_steps=steps,
+        warmup_steps=min(dense.train.warmup_steps, steps // 10),
+        eval_interval=max(1, steps // 4),
+        checkpoint_interval=max(1, steps // 4),
+    )
+    dense = dataclasses.replace(dense, train=shorter)
+    sized = APN.like_ffn(dense.model.dim, by=by, device="meta").config
+    models = {"dense": dense, "APN": presets.with_apn(dense, sized)}
+    results = {}
+    for number, (name, config) in enumerate(models.items()):
+
+        def tell(record: dict[str, Any], name: str = name, before: int = number * steps) -> None:
+            report({**record, "doing": name, "done": before + record["step"]})
+
+        place = folder / (name if name == "dense" else f"{name}-{by}")
+        measured = train_and_measure(config, dataset, place, sampled_batches=1, device=device, report=tell)
+        speed = measured["tokens_per_second"]
+        tokens = config.train.batch_size * config.model.context
+        results[name] = {**measured, "step_milliseconds": None if not speed else 1000 * tokens / speed}
+    return results
 
 
 @torch.no_grad()

@@ -304,7 +304,7 @@ class GPT(nn.Module):
         return KVCache(self, batch)
 
     def new_row(self) -> RaggedCache:
-        """For a text that others may join: see `attractor.serve.lanes`."""
+        """For a text that others may join: see `attractor.serve.decode.sequences`."""
         return RaggedCache()
 
     @property

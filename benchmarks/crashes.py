@@ -1,8 +1,9 @@
-"""kill -9 a small server under load; what it acknowledged must be there once, and its state the journal's.
+"""kill -9 a small server under load; what it acknowledged must be there once, and its state the records'.
 
-    python benchmarks/crashes.py        # 200 random moments, and every named point of its work with the disk
+    python benchmarks/crashes.py    # 200 random moments, and every named point of its work with the database
 
-`oracle` knows only the records of a journal, and rebuilds from them what a server must have in memory.
+`oracle` knows only the records in the database, reads them with nothing of ours, and rebuilds what a server
+must have in memory.
 """
 
 import math
@@ -10,30 +11,29 @@ import multiprocessing
 import os
 import random
 import signal
+import sqlite3
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load
 
 from attractor.checkpoint import tensors_hash
 from attractor.config import APNConfig, GPTConfig
 from attractor.continual.config import GuardConfig, LearnConfig, UpdateConfig
 from attractor.continual.guarded import GuardedLearner
 from attractor.model import GPT
-from attractor.serve import journal
+from attractor.serve.decode.engine import Job
 from attractor.serve.effects import tensors_of
-from attractor.serve.engine import Job
-from attractor.serve.files import Files
 from attractor.serve.rules import Rules
 from attractor.serve.service import Limits, Service
-from attractor.serve.teacher import blank
+from attractor.serve.store import database
 from attractor.tokenizer import ByteTokenizer
 
 TEXT = "It is not the strongest of the species that survives, but the one that keeps learning. "
@@ -60,29 +60,40 @@ def serve(folder: Path, model: GuardedLearner | None = None, **options: Any) -> 
 
 LIVES = 20
 """Of one folder: every life is checked from its first record on."""
-POINTS = ("write", "fsync", "sync_data", "truncate", "rename", "unlink", "fsync_folder")
+STATEMENTS = (
+    *("BEGIN IMMEDIATE", "INSERT INTO records", "UPDATE records", "INSERT INTO states", "INSERT INTO parts"),
+    *("UPDATE states", "COMMIT", "PRAGMA wal_checkpoint"),
+)
+POINTS = (*STATEMENTS, "before acknowledged", "after acknowledged")
 
 
-class Mortal(Files):
-    """Dies at the n-th time of one of its works, before or after it."""
+def die_at(point: str, count: int) -> None:
+    """The n-th time that a statement is begun, or that the file `acknowledged` is written."""
+    left = [count]
+    connect, write = database.connect, database.Acknowledged.write
 
-    def __init__(self, point: str | None = None, when: str = "before", count: int = 1) -> None:
-        self.point, self.when, self.count = point, when, count
-        for name in POINTS:
-            setattr(self, name, self._around(name, getattr(super(), name)))
-
-    def _around(self, name: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            mine = name == self.point
-            self.count -= mine
-            if mine and self.count == 0 and self.when == "before":
+    def seen(what: str) -> None:
+        if what.startswith(point):
+            left[0] -= 1
+            if left[0] == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
-            result = work(*arguments)
-            if mine and self.count == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
 
-        return call
+    def watched(*arguments: Any) -> sqlite3.Connection:
+        connection = connect(*arguments)
+        connection.set_trace_callback(seen)
+        return connection
+
+    def acknowledge(self: database.Acknowledged, number: int, chain: str, *, sync: bool = False) -> None:
+        seen("before acknowledged")
+        write(self, number, chain, sync=sync)
+        seen("after acknowledged")
+
+    database.connect, database.Acknowledged.write = watched, acknowledge  # type: ignore[method-assign]
+
+
+def blank(model: GuardedLearner) -> dict[str, torch.Tensor]:
+    """What a source is before its first lesson."""
+    return {name: value.detach().cpu().clone() for name, value in tensors_of(model.new_source()).items()}
 
 
 def hash_of(sources: dict[str, dict[str, torch.Tensor]]) -> dict[str, str]:
@@ -100,7 +111,9 @@ def live_hash(service: Service) -> dict[str, str]:
 def victim(folder: Path, line: Connection, mortal: dict[str, Any], seed: int, retry: list[list[Any]]) -> None:
     """A server under load that tells what it acknowledged; somebody kills it."""
     torch.set_num_threads(1)
-    service = serve(folder, files=Mortal(**mortal))
+    if mortal:
+        die_at(**mortal)
+    service = serve(folder)
     lock = threading.Lock()
 
     def tell(what: str, *about: Any) -> None:
@@ -109,15 +122,15 @@ def victim(folder: Path, line: Connection, mortal: dict[str, Any], seed: int, re
 
     tell("open", service.version, live_hash(service))
 
-    def act(key: str, kind: str, source: str) -> None:
-        tell("asked", key, kind, source)
+    def act(key: str, kind: str, source: str, target: int) -> None:
+        tell("asked", key, kind, source, target)
         try:
             if kind == "learn":
                 answer = service.learn([TEXT], source, key)
             elif kind == "rollback":
-                answer = service.rollback(service.version // 2, key)
+                answer = service.rollback(target, key)
             else:
-                answer = service.forget(source, key)
+                answer = service.forget(source, key, erase=kind == "erase")
         except LookupError:
             tell("refused", key)
         else:
@@ -125,11 +138,11 @@ def victim(folder: Path, line: Connection, mortal: dict[str, Any], seed: int, re
 
     def client(number: int) -> None:
         chance = random.Random(f"{seed}/{number}")
-        for key, kind, source in retry[number::2]:
-            act(key, kind, source)
+        for asked in retry[number::2]:  # the very same: a key is bound to what it came with
+            act(*asked)
         for count in range(10_000):
-            kind = chance.choices(["learn", "rollback", "forget"], [20, 1, 1])[0]
-            act(f"{seed}/{number}/{count}", kind, chance.choice(SOURCES))
+            kind = chance.choices(["learn", "rollback", "forget", "erase"], [20, 1, 1, 1])[0]
+            act(f"{seed}/{number}/{count}", kind, chance.choice(SOURCES), service.version // 2)
 
     def reader() -> None:
         while True:
@@ -142,29 +155,46 @@ def victim(folder: Path, line: Connection, mortal: dict[str, Any], seed: int, re
 
 
 def oracle(folder: Path, start: dict[str, torch.Tensor]) -> tuple[dict[str, str], dict[str, list[int]], int]:
-    """From the journal's records alone: the state, the versions of every key, the last version."""
+    """From the records alone: the state, the versions of every key, the last version."""
     states: list[dict[str, dict[str, torch.Tensor]]] = [{}]
     keys: dict[str, list[int]] = {}
-    for record in journal.read(folder / "journal"):
-        now = {source: dict(own) for source, own in states[-1].items()}
-        told = record.fields
-        if record.kind == "rollback":
-            now = states[told["to"]]
-        elif record.kind == "drop":
-            del now[told["source"]]
+    if not (folder / "lessons.db").exists():  # it was killed before there was anything
+        return {}, {}, 0
+    connection = sqlite3.connect(f"file:{folder}/lessons.db?mode=ro", uri=True)
+    try:
+        query = "SELECT number, kind, source, target, key, delta FROM records ORDER BY number"
+        has_records = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'records'").fetchone()
+        rows = connection.execute(query).fetchall() if has_records else []
+    finally:
+        connection.close()
+    erased = {source: number for number, kind, source, *_ in rows if kind == "erase"}
+    for number, kind, source, target, key, delta in rows:
+        now = dict(states[-1])
+        if kind == "rollback":
+            now = dict(states[target])
+        elif kind != "lesson":
+            now.pop(source, None)
+        elif number > erased.get(source, 0):
+            now[source] = written_over(now.get(source, start), load(delta))
         else:
-            own = now.get(told["source"]) or dict(start)
-            for full, value in record.tensors.items():
-                kind, _, name = full.partition("/")
-                if kind == "whole":
-                    own[name] = value
-                elif kind == "values":
-                    own[name] = own[name].clone()
-                    own[name][record.tensors[f"rows/{name}"]] = value
-            now[told["source"]] = own
+            assert delta is None, f"record {number} was erased"
         states.append(now)
-        keys.setdefault(told["key"], []).append(record.sequence)
+        if key is not None:
+            keys.setdefault(key, []).append(number)
     return hash_of(states[-1]), keys, len(states) - 1
+
+
+def written_over(old: dict[str, torch.Tensor], delta: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """By the description of a delta: whole/NAME, rows/GROUP and GROUP/NAME."""
+    own = dict(old)
+    for full, value in delta.items():
+        kind, _, name = full.partition("/")
+        if kind == "whole":
+            own[name] = value
+        elif kind != "rows":
+            own[name] = own[name].clone()
+            own[name][delta[f"rows/{kind}"]] = value
+    return own
 
 
 def one_life(folder: Path, seed: int, patience: float, mortal: dict[str, Any], known: dict[str, Any]) -> None:
@@ -206,10 +236,8 @@ def kills(random_kills: int = 200, points: int = 3, seed: int = 0) -> dict[str, 
     chance = random.Random(seed)
     lives: list[tuple[float, dict[str, Any]]] = [(chance.uniform(0.2, 2.5), {}) for _ in range(random_kills)]
     lives += [
-        (10.0, {"point": point, "when": when, "count": count})
-        for point in POINTS for when in ("before", "after") for count in range(1, 1 + points)
-        if point not in ("truncate", "unlink")  # which happen only when something went wrong before
-    ]  # fmt: skip
+        (10.0, {"point": point, "count": count}) for point in POINTS for count in range(1, 1 + 3 * points, 3)
+    ]
     start, total = blank(learner()), Counter[str]()
     for first in range(0, len(lives), LIVES):
         known: dict[str, Any] = {

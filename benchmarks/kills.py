@@ -30,7 +30,7 @@ OPTIONS = [
 
 
 def start(source: Path, run: Path) -> subprocess.Popen:
-    command = [sys.executable, "-m", "attractor.cli", "train", "tiny_apn", "--data.source", str(source)]
+    command = [sys.executable, "-m", "attractor.cli", "train", "tiny_apn", "--data", str(source)]
     return subprocess.Popen(
         [*command, "--out", str(run), *OPTIONS], cwd=source.parent, stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -3,7 +3,7 @@
     make soak                                   # everything, a quarter of an hour
     python benchmarks/soak.py kills --kills 20
 
-kills        kill -9 at random moments, and at every named point of its work with the disk
+kills        kill -9 at random moments, and at every named point of its work with the database
 overhead     what an acknowledgement takes beyond the update itself
 snapshot     the longest pause of a text that is being written, with and without a large snapshot
 rollback     a thousand lessons taken back
@@ -32,7 +32,7 @@ import numpy as np
 from crashes import SOURCES, TEXT, kills, learner, live_hash, serve
 
 from attractor.results import write_result
-from attractor.serve.engine import Job
+from attractor.serve.decode.engine import Job
 from attractor.serve.errors import Busy
 from attractor.serve.rules import Rules
 from attractor.serve.service import Limits, Service
@@ -47,7 +47,7 @@ def percentiles(seconds: list[float]) -> dict[str, float]:
 
 
 def overhead(lessons: int = 400) -> dict[str, Any]:
-    """All of a lesson's time that is neither scoring, updating nor judging: queue, journal, publication."""
+    """All of a lesson's time that is neither scoring, updating nor judging: queue, store, publication."""
     limits = Limits(drain=1.0)
     with tempfile.TemporaryDirectory() as folder, serve(Path(folder), limits=limits) as service:
         service.learn([TEXT * 4], "a")
@@ -95,7 +95,7 @@ def _written(service: Service) -> bool:
     return writing is not None and not writing.is_alive()
 
 
-def snapshot(megabytes: int = 128) -> dict[str, Any]:
+def snapshot(megabytes: int = 120) -> dict[str, Any]:
     """Pauses between tokens while a snapshot of so much is written, and without one."""
     model = learner(dim=128, patches=512, rank=32, most=None)
     with tempfile.TemporaryDirectory() as folder:
@@ -104,9 +104,7 @@ def snapshot(megabytes: int = 128) -> dict[str, Any]:
             text = [bytes(random.Random(n).randbytes(2000)).hex() for n in range(4)]
             for number in range(3):
                 service.learn(text, f"source-{number}")
-            state = service.store.state_at()
-            size = sum(t.nbytes for own in state.sources.values() for t in own.tensors.values())
-            del state
+            size = service.store.state_at().nbytes
             end = time.monotonic() + 5
             quiet = gaps(service, lambda: time.monotonic() > end)
             started = time.monotonic()
@@ -194,8 +192,8 @@ def _tokens_per_second(service: Service, seconds: float, streams: int) -> float:
 def listening(service: Service) -> Iterator[str]:
     import uvicorn
 
-    from attractor.serve.app import create_app, uvicorn_config
-    from attractor.serve.settings import ServeSettings
+    from attractor.serve.http.app import create_app, uvicorn_config
+    from attractor.serve.http.settings import ServeSettings
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from attractor import distributed, presets
-from attractor.cli.common import INTERRUPTED, MISTAKES, dataset_of, progress_bar
+from attractor.cli.common import INTERRUPTED, dataset_of, mistakes, progress_bar
 from attractor.config import check_seed
 from studies import forgetting, match, retrofit, sensitivity, shifts, table1, table2
 from studies.cells import Benchmark
@@ -325,7 +325,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         command = tyro.cli(_commands(), args=arguments, prog="python -m studies", description=__doc__)
         return command.run() or 0
-    except (*MISTAKES, CellsFailed) as error:
+    except (*mistakes(), CellsFailed) as error:
         print(f"studies: {error}", file=sys.stderr)
         return 1
     except GridStopped as stopped:

@@ -183,9 +183,8 @@ def situation(plan: Plan, settings: Settings, base: GPT, old: Mapping[str, Text]
 def sizes(adapter: Adapter, base: GPT) -> dict[str, int]:
     """Numbers that differ from the base, and the bytes it takes to keep them."""
     if adapter.branch is not None:
-        overlay = adapter.branch.overlay()
-        values = [*overlay.whole.values(), *overlay.factors.values(), *(v for _, v in overlay.rows.values())]
-        return {"changed": sum(value.numel() for value in values), "bytes": overlay.nbytes}
+        delta = adapter.branch.overlay().delta
+        return {"changed": sum(value.numel() for value in delta.values()), "bytes": delta.nbytes}
     old, new = base.state_dict(), adapter.model.state_dict()
     # LoRA puts a module in the place of each map: the map is then its "linear", and two factors are new
     factors = [v for name, v in new.items() if name not in old and not name.endswith(".linear.weight")]

@@ -1,244 +1,242 @@
-"""A disk in memory that fails, is killed and loses power, to put under a journal.
+"""A disk below SQLite that can be looked at in every moment, and that can fail.
 
-A write reaches the cache at once and the platter with the next fsync of its file; a new, changed or removed
-name with the next fsync of the folder. Until then a power loss may take any subset of them, and of a write
-any part. An fsync that fails counts the pages as written all the same, as Linux does.
+    with Disk(folder) as disk:                # SQLite writes through it from now on
+        ...
+    for moment in disk.moments: ...           # after each write, sync, truncation and deletion
+    moment.power_loss(target, chance)         # what may be left there: synced bytes, and some of the others
+
+It stands between SQLite and its own files: a virtual file system that hands everything on. Bytes that were
+written since the last sync of their file may be lost in any combination, sector by sector, as may truncations
+and deletions. What SQLite itself assumes is assumed here too: a sector that was not written stays as it was.
 """
 
-import copy
-import errno
-import hashlib
-import itertools
-import math
-import os
-import random
-from collections.abc import Callable, Iterator, Sequence
+import ctypes
+from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_int, c_int64, c_void_p
+from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
-from attractor.serve.files import Files
+import pytest
 
-Write = tuple[int, bytes]
-Pending = Write | int  # a write at an offset, or a new size
+from attractor.serve.store import database
 
-
-class Killed(BaseException):
-    """The process ends here."""
+SECTOR = 512
+METHODS = ["xClose", "xRead", "xWrite", "xTruncate", "xSync"]
 
 
+class Methods(Structure):
+    _fields_ = [("iVersion", c_int), *((name, c_void_p) for name in METHODS), ("others", c_void_p * 13)]
+
+
+class System(Structure):
+    _fields_ = [
+        ("iVersion", c_int),
+        ("szOsFile", c_int),
+        ("mxPathname", c_int),
+        ("pNext", c_void_p),
+        ("zName", c_char_p),
+        ("pAppData", c_void_p),
+        ("xOpen", c_void_p),
+        ("xDelete", c_void_p),
+        ("others", c_void_p * 14),
+    ]
+
+
+OPEN = CFUNCTYPE(c_int, c_void_p, c_void_p, c_void_p, c_int, POINTER(c_int))
+DELETE = CFUNCTYPE(c_int, c_void_p, c_char_p, c_int)
+CLOSE = CFUNCTYPE(c_int, c_void_p)
+WRITE = CFUNCTYPE(c_int, c_void_p, c_void_p, c_int, c_int64)
+TRUNCATE = CFUNCTYPE(c_int, c_void_p, c_int64)
+SYNC = CFUNCTYPE(c_int, c_void_p, c_int)
+
+
+@dataclass
 class File:
-    def __init__(self, data: bytes = b"") -> None:
-        self.cache, self.stored = bytearray(data), bytearray(data)
-        self.pending: list[Pending] = []
+    """What is surely on the disk (None: there is no such file), and what may be."""
+
+    durable: bytes | None = None
+    pending: list[tuple] = field(default_factory=list)
+
+    def copy(self):
+        return File(self.durable, list(self.pending))
+
+    def left(self, chance):
+        """After a power loss."""
+        how = chance.choice(["all", "nothing", "a beginning", "any"])
+        count = len(self.pending) if how != "a beginning" else chance.randrange(len(self.pending) + 1)
+        data = self.durable
+        for what, *about in [] if how == "nothing" else self.pending[:count]:
+            if how == "any" and what != "write" and chance.random() < 0.5:
+                continue
+            data = changed(data, what, *about, lost=chance if how == "any" else None)
+        return data
 
 
-def change(data: bytearray, pending: Pending) -> None:
-    if isinstance(pending, int):
-        data[pending:] = bytes(max(0, pending - len(data)))
-    else:
-        offset, new = pending
-        data.extend(bytes(max(0, offset - len(data))))
-        data[offset : offset + len(new)] = new
+def changed(data, what, *about, lost=None):
+    if what == "delete":
+        return None
+    data = data or b""
+    if what == "truncate":
+        return data[: about[0]].ljust(about[0], b"\0")
+    offset, written = about
+    for start in range(0, len(written), SECTOR):
+        if lost is None or lost.random() < 0.5:
+            piece, place = written[start : start + SECTOR], offset + start
+            data = data[:place].ljust(place, b"\0") + piece + data[place + len(piece) :]
+    return data
 
 
-def fates(pending: Pending, pieces: int) -> list[list[Pending]]:
-    """What a power loss may leave of one operation: of a write, any of its pieces."""
-    if isinstance(pending, int):
-        return [[], [pending]]
-    offset, data = pending
-    cuts = [len(data) * number // pieces for number in range(pieces + 1)]
-    parts = [(offset + start, data[start:end]) for start, end in itertools.pairwise(cuts)]
-    return [list(kept) for count in range(pieces + 1) for kept in itertools.combinations(parts, count)]
+@dataclass
+class Moment:
+    call: str
+    files: dict[str, File]
+    acknowledged: list[bytes]  # what that file was up to now: nobody waits until it is on the disk
+    note: object  # what the test said was promised then
+
+    def power_loss(self, target, chance):
+        target.mkdir()
+        for name, file in self.files.items():
+            if (data := file.left(chance)) is not None:
+                (target / name).write_bytes(data)
+        if self.acknowledged and chance.random() < 0.9:
+            told = self.acknowledged[-1] if chance.random() < 0.5 else chance.choice(self.acknowledged)
+            (target / "acknowledged").write_bytes(told)
 
 
-Kept = tuple[Sequence[list[Pending]], Sequence[bool]]
+class Disk:
+    def __init__(self, folder=None, note=lambda: None):
+        """Without a folder it keeps nothing in mind; it is quick all the same, as no sync is waited for."""
+        self.folder, self.note = None if folder is None else Path(folder), note
+        self.files, self.moments, self.acknowledged = {}, [], []
+        self.calls = 0
+        self.fault = lambda number, call, name: 0  # a code of SQLite's, to fail with
 
-
-def choices(ways: list[list[list[Pending]]], named: list[list[bool]], most: int | None) -> Iterator[Kept]:
-    if most is None or math.prod(map(len, [*ways, *named])) <= most:
-        yield from itertools.product(itertools.product(*ways), itertools.product(*named))
-        return
-    for pick in (lambda fates: fates[0], lambda fates: fates[-1]):
-        yield [pick(way) for way in ways], [pick(flag) for flag in named]
-    chance = random.Random(0)
-    for _ in range(most - 2):
-        yield [chance.choice(way) for way in ways], [chance.choice(flag) for flag in named]
-
-
-class Disk(Files):
-    def __init__(self, files: dict[Path, bytes] | None = None) -> None:
-        self.cache = {path: File(data) for path, data in (files or {}).items()}
-        self.stored = dict(self.cache)
-        self.pending: list[dict[Path, File | None]] = []
-        self.restart()
-
-    def restart(self) -> None:
-        """A new process: no handles, no locks, no faults."""
-        self.handles: dict[int, File | Path] = {}
-        self.calls: list[str] = []
-        self.fault: Callable[[int, str], BaseException | None] = lambda number, name: None
-        self.is_dead = False
-        self.failed_fsync_stores = False
-        self.largest_read = 0
-
-    def data(self) -> dict[str, bytes]:
-        return {path.name: bytes(file.cache) for path, file in self.cache.items()}
-
-    def state(self) -> bytes:
-        """A digest of all that a new process could find here, and lose: equal ones have the same future."""
-        known = [*self.cache.values(), *self.stored.values()]
-        known += [file for changed in self.pending for file in changed.values() if file is not None]
-        files = list({id(file): file for file in known}.values())
-        numbers = {id(file): number for number, file in enumerate(files)} | {id(None): None}
-        named = [
-            [(str(path), numbers[id(file)]) for path, file in names.items()]
-            for names in (self.cache, self.stored, *self.pending)
+    def __enter__(self):
+        self.before_us, SHIM.disk = SHIM.disk, self
+        SHIM.use(True)
+        self.patches = [
+            mock.patch.object(database, "sync_folder", self.folder_synced),
+            mock.patch("os.fsync"),
         ]
-        held = [(bytes(file.cache), bytes(file.stored), file.pending) for file in files]
-        return hashlib.sha256(repr((named, held)).encode()).digest()
+        for patch in self.patches:
+            patch.start()
+        return self
 
-    # --- what can happen
+    def __exit__(self, *_):
+        for patch in self.patches:
+            patch.stop()
+        SHIM.disk = self.before_us
+        SHIM.use(SHIM.disk is not None)
 
-    def killed(self) -> "Disk":
-        """The process is gone, the machine is not."""
-        disk = copy.deepcopy(self)
-        disk.restart()
-        return disk
+    def folder_synced(self, folder):
+        """What was deleted stays so."""
+        for file in self.files.values():
+            while any(what == "delete" for what, *_ in file.pending):
+                file.durable = changed(file.durable, *file.pending.pop(0))
 
-    def power_losses(self, pieces: int = 2, most: int | None = None) -> Iterator["Disk"]:
-        """Every disk that a power loss at this moment may leave, if writes are done in so many pieces.
+    def before(self, call, name):
+        self.calls += 1
+        return self.fault(self.calls, call, name)
 
-        Where there are more than `most`: nothing of it, all of it, and others drawn at random.
-        """
-        known = [*self.stored.values(), *(file for changed in self.pending for file in changed.values())]
-        files = list({id(file): file for file in known if file is not None}.values())
-        ways = [fates(pending, pieces) for file in files for pending in file.pending]
-        named = [[False, True] for _ in self.pending]
-        for kept, flags in choices(ways, named, most):
-            rest = iter(kept)
-            left = {}
-            for file in files:
-                data = bytearray(file.stored)
-                for _ in file.pending:
-                    for pending in next(rest):
-                        change(data, pending)
-                left[id(file)] = bytes(data)
-            names: dict[Path, File | None] = dict(self.stored)
-            for flag, changed in zip(flags, self.pending, strict=True):
-                names |= changed if flag else {}
-            yield Disk({path: left[id(file)] for path, file in names.items() if file is not None})
+    def after(self, call, name, *about):
+        file = self.files.setdefault(name, File())
+        if call == "sync":
+            for each in file.pending:
+                file.durable = changed(file.durable, *each)
+            file.pending.clear()
+        else:
+            file.pending.append((call, *about))
+        path = self.folder / "acknowledged"
+        if path.exists() and path.read_bytes() not in self.acknowledged[-1:]:
+            self.acknowledged = [*self.acknowledged, path.read_bytes()]
+        files = {name: file.copy() for name, file in self.files.items()}
+        self.moments.append(Moment(call, files, self.acknowledged, self.note()))
 
-    def _call(self, name: str) -> None:
-        if self.is_dead:
-            raise Killed
-        self.calls.append(name)
-        error = self.fault(len(self.calls) - 1, name)
-        if error is not None:
-            self.is_dead = isinstance(error, Killed)
-            raise error
 
-    # --- Files
+class Shim:
+    """The file system that SQLite is given; one for the whole process, as SQLite keeps it."""
 
-    def make_folder(self, folder: Path) -> None:
-        self._call("make_folder")
+    def __init__(self):
+        import _sqlite3
 
-    def names(self, folder: Path) -> list[str]:
-        self._call("names")
-        return [path.name for path in self.cache if path.parent == folder]
+        library = ctypes.CDLL(_sqlite3.__file__)  # and so the very SQLite that Python uses
+        library.sqlite3_vfs_find.restype = POINTER(System)
+        library.sqlite3_vfs_find.argtypes = [c_char_p]
+        library.sqlite3_vfs_register.argtypes = [c_void_p, c_int]
+        self.library, self.usual = library, library.sqlite3_vfs_find(None)
+        self.system = System.from_buffer_copy(self.usual.contents)
+        self.system.zName, self.system.pNext = b"attractor-test", None
+        self.real_open, self.real_delete = (
+            OPEN(self.usual.contents.xOpen),
+            DELETE(self.usual.contents.xDelete),
+        )
+        self.disk, self.tables, self.real, self.names = None, {}, {}, {}
+        self.kept = [
+            OPEN(self.opened),
+            DELETE(self.delete),
+            CLOSE(self.close),
+            WRITE(self.write),
+            TRUNCATE(self.truncate),
+            SYNC(self.sync),
+        ]
+        self.system.xOpen, self.system.xDelete = (ctypes.cast(each, c_void_p).value for each in self.kept[:2])
 
-    def lock(self, path: Path) -> int:
-        self._call("lock")
-        if path in self.handles.values():
-            raise BlockingIOError(errno.EWOULDBLOCK, "is open already")
-        return self._handle(path)
+    def use(self, ours):
+        chosen = ctypes.addressof(self.system) if ours else ctypes.cast(self.usual, c_void_p)
+        assert self.library.sqlite3_vfs_register(chosen, 1) == 0
 
-    def open(self, path: Path, flags: int) -> int:
-        self._call("open")
-        if flags & os.O_CREAT:
-            self._name({path: File()})
-        if path not in self.cache:
-            raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
-        return self._handle(self.cache[path])
+    def opened(self, system, name, file, flags, told):
+        code = self.real_open(ctypes.cast(self.usual, c_void_p), name, file, flags, told)
+        methods = ctypes.cast(file, POINTER(c_void_p))
+        if code == 0 and methods[0] and name:
+            if methods[0] not in self.tables:
+                real = ctypes.cast(methods[0], POINTER(Methods)).contents
+                table = Methods.from_buffer_copy(real)
+                for place, each in zip(
+                    ("xClose", "xWrite", "xTruncate", "xSync"), self.kept[2:], strict=True
+                ):
+                    setattr(table, place, ctypes.cast(each, c_void_p).value)
+                calls = (CLOSE(real.xClose), WRITE(real.xWrite), TRUNCATE(real.xTruncate), SYNC(real.xSync))
+                self.tables[methods[0]] = (table, calls)
+            table, calls = self.tables[methods[0]]
+            self.real[file], self.names[file] = calls, Path(ctypes.string_at(name).decode()).name
+            methods[0] = ctypes.addressof(table)
+        return code
 
-    def _handle(self, what: File | Path) -> int:
-        handle = max(self.handles, default=0) + 1
-        self.handles[handle] = what
-        return handle
+    def around(self, call, name, work, *about):
+        disk = self.disk
+        if disk is not None and (code := disk.before(call, name)):
+            return code
+        code = work()
+        if disk is not None and disk.folder is not None and code == 0:
+            disk.after(call, name, *about)
+        return code
 
-    def close(self, handle: int) -> None:
-        if not self.is_dead:
-            del self.handles[handle]
+    def delete(self, system, name, sync):
+        def work():
+            return self.real_delete(ctypes.cast(self.usual, c_void_p), name, 0)
 
-    def size(self, handle: int) -> int:
-        self._call("size")
-        return len(self._file(handle).cache)
+        return self.around("delete", Path(name.decode()).name, work)
 
-    def read(self, handle: int, offset: int, size: int) -> bytes:
-        self._call("read")
-        self.largest_read = max(size, self.largest_read)
-        return bytes(self._file(handle).cache[offset : offset + size])
+    def close(self, file):
+        self.names.pop(file)
+        return self.real.pop(file)[0](file)
 
-    def write(self, handle: int, offset: int, data: bytes) -> None:
-        try:
-            self._call("write")
-        except OSError:
-            self._change(handle, (offset, bytes(data[: len(data) // 2])))  # that much there was room for
-            raise
-        self._change(handle, (offset, bytes(data)))
+    def write(self, file, data, size, offset):
+        written = ctypes.string_at(data, size)
+        work = self.real[file][1]
+        return self.around("write", self.names[file], lambda: work(file, data, size, offset), offset, written)
 
-    def truncate(self, handle: int, size: int) -> None:
-        self._call("truncate")
-        self._change(handle, size)
+    def truncate(self, file, size):
+        return self.around("truncate", self.names[file], lambda: self.real[file][2](file, size), size)
 
-    def fsync(self, handle: int) -> None:
-        file = self._file(handle)
-        try:
-            self._call("fsync")
-        except OSError:
-            stored, file.pending = file.pending, []
-            for pending in stored:
-                if isinstance(pending, int) or self.failed_fsync_stores:  # sizes are in the system's journal
-                    change(file.stored, pending)
-            raise
-        for pending in file.pending:  # not the cache: what a failed fsync gave up stays lost
-            change(file.stored, pending)
-        file.pending = []
+    def sync(self, file, flags):
+        return self.around("sync", self.names[file], lambda: 0)  # nothing is lost in a test but by us
 
-    def sync_data(self, handle: int) -> None:
-        self.fsync(handle)
 
-    def fsync_folder(self, folder: Path) -> None:
-        self._call("fsync_folder")
-        for changed in self.pending:
-            if any(path.parent == folder for path in changed):
-                for path, file in changed.items():
-                    if file is None:
-                        self.stored.pop(path, None)
-                    else:
-                        self.stored[path] = file
-        self.pending = [each for each in self.pending if all(path.parent != folder for path in each)]
+try:
+    SHIM = Shim()
+except (AttributeError, OSError, ImportError):  # an SQLite that is a part of Python itself
+    SHIM = None
 
-    def rename(self, old: Path, new: Path) -> None:
-        self._call("rename")
-        self._name({old: None, new: self.cache[old]})
-
-    def unlink(self, path: Path) -> None:
-        self._call("unlink")
-        self._name({path: None})
-
-    def _name(self, changed: dict[Path, File | None]) -> None:
-        self.pending.append(changed)
-        for path, file in changed.items():
-            if file is None:
-                del self.cache[path]
-            else:
-                self.cache[path] = file
-
-    def _file(self, handle: int) -> File:
-        file = self.handles[handle]
-        assert isinstance(file, File)
-        return file
-
-    def _change(self, handle: int, pending: Pending) -> None:
-        file = self._file(handle)
-        change(file.cache, pending)
-        file.pending.append(pending)
+needs_disk = pytest.mark.skipif(SHIM is None, reason="this Python's SQLite cannot be reached with ctypes")

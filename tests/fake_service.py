@@ -13,22 +13,23 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from attractor.serve.engine import Job
+from attractor.serve.decode.engine import Job
+from attractor.serve.decode.sequences import GeneratedToken
 from attractor.serve.errors import Busy, Refused, Unavailable
-from attractor.serve.lanes import Written
-from attractor.serve.monitoring import Monitor
+from attractor.serve.http.monitor import Monitor
 from attractor.tokenizer import ByteTokenizer
 
 LINE = "Now is the winter of our discontent\nMade glorious summer by this sun of York. "
 
 
-class FakeTicket:
+class FakeStream:
     """Tokens from a plan, handed out on the event loop; slow where `delay` is set."""
 
     def __init__(
-        self, version: int, plan: list[Written], reason: str, delay: float, message: str | None
+        self, version: int, plan: list[GeneratedToken], reason: str, delay: float, message: str | None
     ) -> None:
         self._version, self._plan, self._reason, self._delay = version, plan, reason, delay
         self.version: int | None = None  # known when it is admitted
@@ -38,16 +39,16 @@ class FakeTicket:
         self._cancelled = asyncio.Event()
         self.cancelled = False
 
-    async def __aiter__(self) -> AsyncIterator[Written]:
+    async def __aiter__(self) -> AsyncIterator[GeneratedToken]:
         self.version = self._version
-        for written in self._plan:
+        for token in self._plan:
             if self._delay:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._cancelled.wait(), self._delay)
             if self.cancelled:
                 self.finish = "cancelled"
                 return
-            yield written
+            yield token
         self.finish, self.message = self._reason, self._failure
 
     def cancel(self) -> None:
@@ -57,16 +58,18 @@ class FakeTicket:
 
 class FakeService:
     name, context, vocab_size, learning = "fake", 64, 256, True
+    stop_tokens = frozenset[int]()
 
     def __init__(self) -> None:
         self.tokenizer = ByteTokenizer()
+        self.writer = ThreadPoolExecutor(1)
         self.version = 0
         self.sources: dict[str, int] = {}  # source -> tokens it saw
         self.history: list[dict[str, Any]] = []
         self.answers: dict[str, dict[str, Any]] = {}
         self.states: dict[int, dict[str, int]] = {0: {}}
         self.jobs: list[Job] = []
-        self.tickets: list[FakeTicket] = []
+        self.tickets: list[FakeStream] = []
         self.posteriors: list[Any] = []
         self.started = time.time()
         self.delay = 0.0
@@ -82,7 +85,7 @@ class FakeService:
     def paths(self) -> list[str]:
         return ["base", *self.sources]
 
-    def submit(self, job: Job, pin: object = None) -> FakeTicket:
+    def submit(self, job: Job, pin: object = None) -> FakeStream:
         if self.problem is not None:
             raise self.problem
         assert job.path is None or job.path in self.paths()
@@ -91,16 +94,16 @@ class FakeService:
         start = (0 if job.seed is None else job.seed) + (0 if job.path is None else len(job.path))
         letters = self.text.encode()
         plan = [
-            Written(letters[(start + i) % len(letters)], -0.5, self._shares(job, i))
+            GeneratedToken(letters[(start + i) % len(letters)], -0.5, self._shares(job, i))
             for i in range(job.max_tokens)
         ]
         reason = "error" if self.failure else "length"
-        ticket = FakeTicket(self.version, plan, reason, self.delay, self.failure)
+        stream = FakeStream(self.version, plan, reason, self.delay, self.failure)
         self.jobs.append(job)
-        self.tickets.append(ticket)
+        self.tickets.append(stream)
         posterior = {"at": time.time(), "version": self.version, "shares": self._shares(job, job.max_tokens)}
         self.posteriors = [*self.posteriors, posterior][-60:]
-        return ticket
+        return stream
 
     def _shares(self, job: Job, position: int) -> dict[str, float]:
         if job.path is not None:
@@ -109,6 +112,9 @@ class FakeService:
         return {path: weight / sum(weights) for path, weight in zip(self.paths(), weights, strict=True)}
 
     # --- learning
+
+    def begin(self, verb: str, *arguments: Any) -> Future[dict[str, Any]]:
+        return self.writer.submit(getattr(self, verb), *arguments)
 
     def _change(self, kind: str, key: str | None, answer: dict[str, Any], **line: Any) -> dict[str, Any]:
         if self.problem is not None:
@@ -155,7 +161,9 @@ class FakeService:
             self.sources = dict(self.states[version])
         return self._change("rollback", key, {"to": version}, to=version)
 
-    def forget(self, source: str, key: str | None = None) -> dict[str, Any]:
+    def forget(
+        self, source: str, key: str | None = None, sender: str | None = None, erase: bool = False
+    ) -> dict[str, Any]:
         if key in self.answers:
             return self.answers[key]
         if source not in self.sources:
@@ -246,8 +254,8 @@ def filled(lessons: int = 60) -> FakeService:
 if __name__ == "__main__":
     import uvicorn
 
-    from attractor.serve.app import create_app, uvicorn_config
-    from attractor.serve.settings import ServeSettings
+    from attractor.serve.http.app import create_app, uvicorn_config
+    from attractor.serve.http.settings import ServeSettings
 
     settings = ServeSettings(port=int(sys.argv[1]), keys=sys.argv[3] if len(sys.argv) > 3 else None)
     shown = filled(int(sys.argv[2]) if len(sys.argv) > 2 else 60)

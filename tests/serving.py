@@ -6,7 +6,7 @@ import time
 
 import uvicorn
 
-from attractor.serve.app import uvicorn_config
+from attractor.serve.http.app import uvicorn_config
 
 
 class Running:

@@ -839,7 +839,7 @@ class TestGrowth:
         assert torch.equal(layer.radius[:10], before.radius)
         assert (layer.radius[10:] == 0.25).all()
         layer.radius[10:] = 0.75
-        layer.resize(6)
+        layer.resize(6, shrink=True)
         assert torch.equal(layer.radius, before.radius[:6])
         layer.resize(12)  # what was dropped does not come back
         assert torch.equal(layer.radius[:6], before.radius[:6])

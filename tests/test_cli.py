@@ -1,12 +1,15 @@
 """The command line, in process: what a person types, sees and gets back."""
 
+import dataclasses
 import json
 import random
 import shlex
+import subprocess
+import sys
 
 import pytest
 
-from attractor import cli
+from attractor import cli, presets
 from attractor.version import __version__
 
 FAST = shlex.split(
@@ -31,7 +34,7 @@ def run(*arguments) -> int:
 def test_from_text_to_sample(text, capsys):
     assert run("data", "prepare", text) == 0
     assert "training and" in capsys.readouterr().out
-    assert run("train", "tiny_apn", "--data.source", "data/words", "--out", "runs/a", *FAST) == 0
+    assert run("train", "tiny_apn", "--data", "data/words", "--out", "runs/a", *FAST) == 0
     assert json.loads(capsys.readouterr().out)["step"] == 6
     assert run("sample", "runs/a", "--prompt", "to be", "--max-tokens", 20, "--seed", 1) == 0
     first = capsys.readouterr().out
@@ -47,7 +50,7 @@ def test_from_text_to_sample(text, capsys):
 
 
 def test_a_run_is_neither_overwritten_nor_lost(text, capsys):
-    train = ["train", "tiny_dense", "--data.source", text, "--out", "runs/b", *FAST]
+    train = ["train", "tiny_dense", "--data", text, "--out", "runs/b", *FAST]
     assert run(*train) == 0
     assert run(*train) == 1
     assert "holds a run already; --resume auto goes on with it" in capsys.readouterr().err
@@ -61,7 +64,16 @@ def test_a_run_is_neither_overwritten_nor_lost(text, capsys):
         (["train", "tiny_apn", "--train.max-stepz", "3"], "--train.max-steps"),
         (["train", "tiny_apn", "--train.max-steps", "-3"], "max_steps=-3 must be a positive integer"),
         (["train", "tiny_apn", "--model.apn.top-k", "31"], "top_k=31 must not exceed num_patches=30"),
-        (["train", "huge"], "tiny_apn"),
+        (["train", "huge"], "there are: paper_dense,"),
+        (["train", "tiny_anp"], "did you mean `attractor train tiny_apn`?"),
+        (["sampel"], "did you mean `attractor sample`?"),
+        (["bench", "trian"], "did you mean `attractor bench train`?"),
+        (
+            ["train", "tiny_apn", "--data.source=a.txt"],
+            "--data.source of `attractor train` is called --data now",
+        ),
+        (["serve", "runs/a", "--data_dir", "b"], "--data-dir of `attractor serve` is called --store now"),
+        (["experiment", "shifts"], "python -m studies list"),
         (["sample"], "Missing from attractor sample"),
     ],
 )
@@ -71,14 +83,22 @@ def test_wrong_options_stop_before_any_work(text, capsys, arguments, message):
     assert stop.value.code == 2
     shown = capsys.readouterr()
     assert message in shown.err + shown.out
+    assert "tyro" not in shown.err + shown.out
     assert not (text.parent / "runs").exists()
 
 
 def test_wrong_files_are_explained(text, capsys):
     assert run("sample", "nowhere") == 1
+    assert "there is no 'nowhere' here: give a run" in capsys.readouterr().err
+    (text.parent / "empty").mkdir()
+    assert run("sample", "empty") == 1
     assert "neither a saved model" in capsys.readouterr().err
     assert run("data", "prepare", "shakespear") == 1
     assert "shakespeare" in capsys.readouterr().err
+    (text.parent / "short.txt").write_text("to be or not")
+    for verb in (["train", "tiny_apn", "--data", "short.txt"], ["compare", "short.txt"]):
+        assert run(*verb) == 1
+        assert "'short.txt' has 10 tokens to learn from, and the model reads 64" in capsys.readouterr().err
     text.write_bytes(b"\x00\x01\x02" * 100)
     assert run("data", "prepare", text) == 1
     assert "attractor:" in capsys.readouterr().err
@@ -93,11 +113,12 @@ def test_small_verbs(capsys):
     shown = capsys.readouterr().out
     assert "grouped    yes" in shown
     assert "triton     " in shown
-    assert run("experiment", "shifts", "--size", "full") == 1
-    assert "python -m studies list" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as stop:
-        run("--help")
-    assert stop.value.code == 0
+    assert "input" not in shown  # nobody gave one
+    assert run("--help") == 0
+    shown = capsys.readouterr().out
+    for name, verb in cli.VERBS.items():
+        assert f"\n  {name} " in shown
+        assert f"attractor {verb.example}" in shown
 
 
 @pytest.mark.parametrize(
@@ -111,8 +132,145 @@ def test_small_verbs(capsys):
         (["bench", "decode", "--streams", "0", "--device", "cpu"], "streams=0 must be a positive integer"),
         (["demo", "--steps", "0"], "steps=0 must be a positive integer"),
         (["bench", "layer", "--device", "meta"], "device='meta' holds no numbers"),
+        (["compare"], "name one text to compare on"),
+        (["compare", "a.txt", "--data", "b.txt"], "name one text to compare on"),
+        (
+            ["compare", "a.txt", "--preset", "tiny_apn"],
+            "preset='tiny_apn' is unknown; allowed: 'paper_dense'",
+        ),
+        (["ask", "nowhere", " "], "the question is empty"),
+        (["ask", "runs/tiny_anp", "Who?"], "there is no 'runs/tiny_anp' here"),
+        (["teach", "nowhere", "--save", "x"], "there is nothing to teach"),
+        (["teach", "nowhere", "--form", "a => b"], "--save FOLDER"),
+        (["lessons", "nowhere"], "nowhere holds no lessons"),
+        (["adapt", "nowhere", "--data", "kjv"], "there is no 'nowhere' here"),
+        (["serve", "nowhere"], "there is no 'nowhere' here"),
+        (["info", "./my-lama"], "there is no './my-lama' here"),
+        (["retrofit", "gpt2.gguf", "--data", "kjv"], "there is no 'gpt2.gguf' here"),
     ],
 )
 def test_mistakes_are_messages(arguments, message, capsys):
     assert run(*arguments) == 1
     assert message in capsys.readouterr().err
+
+
+def imported_by(*arguments) -> tuple[set[str], str]:
+    """What a process of its own has imported after such a command, and what it showed."""
+    program = (
+        "import sys, attractor.cli\n"
+        "try: attractor.cli.main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "print('IMPORTED', *sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True
+    )
+    shown, _, modules = done.stdout.rpartition("IMPORTED")
+    return set(modules.split()), shown + done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--help"],
+        ["--version"],
+        ["sampel"],
+        ["train", "tiny_anp"],
+        ["train", "tiny_apn", "--train.max-steps", "-1"],
+        *([name, "--help"] for name in cli.VERBS if cli.VERBS[name].module != "serve"),
+    ],
+)
+def test_what_needs_no_model_imports_no_torch(arguments):
+    modules, shown = imported_by(*arguments)
+    assert "attractor" in shown
+    assert not {"torch", "numpy", "transformers"} & modules
+    assert "(default: None)" not in shown or arguments[0] in ("adapt", "retrofit")  # of configurations
+
+
+def test_every_verb_shows_an_example(capsys):
+    for name, verb in cli.VERBS.items():
+        with pytest.raises(SystemExit) as stop:
+            run(name, "--help")
+        assert stop.value.code == 0
+        assert f"Example: attractor {verb.example}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_threads_that_wait_sleep(monkeypatch):
+    program = (
+        "import os, attractor.cli; attractor.cli.main(['--version']); print(os.environ['OMP_WAIT_POLICY'])"
+    )
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    for given, expected in ((None, "PASSIVE"), ("ACTIVE", "ACTIVE")):
+        if given is not None:
+            monkeypatch.setenv("OMP_WAIT_POLICY", given)
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        assert done.stdout.split()[-1] == expected
+
+
+def test_a_dense_and_an_apn_model_side_by_side(text, capsys, monkeypatch):
+    tiny = presets.tiny_dense()
+    model = dataclasses.replace(tiny.model, context=8, num_layers=1, num_heads=2, dim=32)
+    small = dataclasses.replace(tiny, model=model)
+    monkeypatch.setitem(presets.NAMES, "tiny_dense", lambda: small)
+    command = ["compare", text, "--steps", "8", "--json", "compared.json", "--device", "cpu"]
+    assert run(*command) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert rows[0].split() == ["dense", "APN", "ratio"]
+    ratio = {row[:27].strip(): float(row.split()[-1]) for row in rows[1:]}
+    assert abs(ratio["parameters"] - 1) < 0.01
+    assert ratio["milliseconds per step"] > 0
+    result = json.loads((text.parent / "compared.json").read_text())
+    assert result["models"]["APN"]["val_loss"] > 0
+    assert run(*command) == 0  # both are there already
+    assert capsys.readouterr().out.splitlines()[1] == rows[1]
+
+
+def test_a_model_of_our_own_is_asked_taught_and_inspected(text, capsys, monkeypatch):
+    train = ["train", "tiny_apn", "--data", text, "--tokenizer", "byte", "--out", "runs/a", *FAST]
+    assert run(*train) == 0
+    assert run("ask", "runs/a", "to be", "--max-tokens", "5", "--device", "cpu") == 0
+    capsys.readouterr()
+    monkeypatch.setattr("attractor.front.RATE", 0.03)  # for so small a model
+    assert run("teach", "runs/a", "--form", "to be => or", "--save", "runs/b", "--device", "cpu") == 0
+    shown = capsys.readouterr().out
+    assert "lesson 0 about 'to be or': known" in shown
+    assert "saved in runs/b" in shown
+    assert run("sample", "runs/b", "--prompt", "to be", "--max-tokens", "3", "--temperature", "0") == 0
+    assert capsys.readouterr().out == "to be or\n"
+    for verb in (["info", "runs/b"], ["monitor", "runs/b", "--data", text], ["monitor", "runs/a"]):
+        assert run(*verb, "--device", "cpu") == 0
+    lines = iter(["to be", "", "or not"])
+
+    def typed(prompt):
+        try:
+            return next(lines)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    monkeypatch.setattr("builtins.input", typed)
+    assert run("chat", "runs/b", "--max-tokens", "3", "--device", "cpu") == 0
+    assert "Good bye." in capsys.readouterr().err
+    monkeypatch.setattr("attractor.front.PASSES", 1)
+    assert run("teach", "runs/a", "--form", "to be => toto", "--save", "runs/c", "--device", "cpu") == 1
+    shown = capsys.readouterr()
+    assert "NOT KNOWN" in shown.out
+    assert "nothing was saved" in shown.err
+    assert not (text.parent / "runs" / "c").exists()
+
+
+def test_forms_of_a_lesson_in_a_file(tmp_path):
+    from attractor.cli.lessons import Teach
+
+    (tmp_path / "a.json").write_text('["A b is c.", ["A b is", " c"], {"prompt": "x", "answer": " y"}]')
+    assert Teach(model="m", forms=("p => q",), file=tmp_path / "a.json")._lessons() == [
+        ([("p", " q"), "A b is c.", ("A b is", " c"), ("x", " y")], None)
+    ]
+    (tmp_path / "a.jsonl").write_text('{"subject": "A", "forms": ["A is b"]}\n\n{"forms": ["p => q", "r"]}\n')
+    assert Teach(model="m", file=tmp_path / "a.jsonl")._lessons() == [
+        (["A is b"], "A"),
+        ([("p", " q"), "r"], None),
+    ]
+    for wrong in ('{"a": 1}', "[1]", '["a", {"prompt": "p"}]', "[["):
+        (tmp_path / "b.json").write_text(wrong)
+        with pytest.raises(ValueError, match=r"no form of a lesson|not JSON"):
+            Teach(model="m", file=tmp_path / "b.json")._lessons()

@@ -161,7 +161,7 @@ def test_torchrun_and_a_signal_to_one_process(dataset, tmp_path):  # noqa: F811
     run = tmp_path / "run"
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m",
-        "attractor.cli", "train", "tiny_apn", "--data.source", str(dataset.folder), "--model.context", "8",
+        "attractor.cli", "train", "tiny_apn", "--data", str(dataset.folder), "--model.context", "8",
         "--model.dim", "16", "--model.num-heads", "2", "--train.batch-size", "4",
         "--train.max-steps", "100000",
         "--train.eval-interval", "100000", "--train.log-interval", "1", "--train.parallel", "fsdp",

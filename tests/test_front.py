@@ -1,14 +1,16 @@
 """The front door: one object for pretrained models, taught ones and models of our own."""
 
 import json
+import re
 
 import pytest
 import torch
 from test_lessons import CONFIG, background, forms, llama
 
 import attractor
-from attractor import front
-from attractor.config import GPTConfig
+from attractor import cli, front
+from attractor.config import APNConfig, GPTConfig
+from attractor.continual.lessons import Lessons
 from attractor.hf import pretrained, teachable
 from attractor.model import GPT
 from attractor.tokenizer import ByteTokenizer
@@ -37,6 +39,57 @@ def door(monkeypatch):
     )
     monkeypatch.setattr(teachable, "teachable", small)
     return attractor.load("tiny")
+
+
+def test_a_conversation_that_is_too_long_loses_its_oldest_turns(door):
+    door.tokenizer = ByteTokenizer()
+    room = door.model.config.context * 3 // 4
+    turns = [
+        {"role": role, "content": f"{role[0]}{number}" + 9 * "."}
+        for number in range(room)
+        for role in ("user", "assistant")
+    ]
+    prompt = door.prompt_for(turns[:-1])
+    assert len(prompt) <= room
+    assert prompt.startswith("Question: u")
+    assert f"u{room - 1}" in prompt
+    assert "u0." not in prompt
+    assert prompt.endswith("\nAnswer:")
+
+
+def test_one_sentence_is_a_lesson_where_its_subject_is_given(door):
+    lesson = door.learn("we say QZX is 5", subject="QZX")
+    assert lesson.forms == (("", "we say QZX is 5"),)
+    assert lesson.subject == "QZX"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "nowhere",
+        "./org/name",
+        "runs/tiny",
+        "data/x",
+        "model.gguf",
+        "org/model.gguf",
+        "a/b/c",
+        "gpt2",
+        "~/x/y",
+    ],
+)
+def test_a_mistyped_path_is_told_and_never_looked_for_on_a_hub(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", pytest.fail)
+    with pytest.raises(ValueError, match=f"there is no {source!r} here: give a run"):
+        attractor.load(source)
+
+
+def test_what_begins_with_a_folder_that_is_there_is_a_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pretrained.check_source("org/name")
+    (tmp_path / "org").mkdir()
+    with pytest.raises(ValueError, match="there is no 'org/name' here"):
+        pretrained.check_source("org/name")
 
 
 def test_every_name_of_the_package_is_there():
@@ -76,6 +129,7 @@ def test_a_lesson_is_taught_saved_read_again_and_taken_back(door, tmp_path):
     before = door.perplexity(text)
     lesson = door.learn(forms("QZX", "5"))
     assert door.lessons() == [lesson]
+    assert repr(door) == "Model('tiny', 1 lessons)"
     assert lesson.number in door.touching(text)
     after = door.perplexity(text)
     assert after != before
@@ -105,16 +159,50 @@ def test_a_model_that_chats_reads_lessons_as_answers_in_a_chat(door):
         assert any(said.strip() == prompt.strip() for prompt, _ in forms("QZX", "5"))
 
 
-def test_a_model_of_our_own_is_loaded_and_says_how_it_learns(tmp_path):
+def saved_gpt(folder, **options):
     torch.manual_seed(0)
-    GPT(GPTConfig(vocab_size=256, context=32, num_layers=1, num_heads=2, dim=16)).save_pretrained(
-        tmp_path / "gpt"
-    )
-    ByteTokenizer().save(tmp_path / "gpt" / "tokenizer.json")
-    model = attractor.load(tmp_path / "gpt")
+    small = {"vocab_size": 256, "context": 32, "num_layers": 1, "num_heads": 2, "dim": 16}
+    GPT(GPTConfig(**small, **options)).save_pretrained(folder)
+    ByteTokenizer().save(folder / "tokenizer.json")
+    return folder
+
+
+def test_a_model_of_our_own_learns_in_its_patches_and_is_saved(tmp_path):
+    apn = APNConfig(num_patches=8, top_k=2, rank=4)
+    model = attractor.load(saved_gpt(tmp_path / "apn", ffn="apn", apn=apn))
+    before = [parameter.clone() for parameter in model.model.parameters()]
+    taught = model.learn([("we say QZX is ", "5"), ("now QZX is ", "5")])
+    assert model.lessons() == [taught]
+    assert taught.known_before < taught.known == 1
+    assert taught.loss < taught.loss_before
+    assert 0 < taught.patches <= 8
+    assert 0 < taught.passes <= front.PASSES
+    assert model.generate("we say QZX is ", max_tokens=1) == "5"
+    changed = [
+        name
+        for (name, now), old in zip(model.model.named_parameters(), before, strict=True)
+        if not torch.equal(now, old)
+    ]
+    assert changed
+    assert all("gate" in name or "decoder" in name for name in changed)
+    assert model.learn("We are.", subject="ignored").forms == (("", "We are."),)  # here a subject has no use
+    with pytest.raises(ValueError, match="nothing can be taken back"):
+        model.forget(taught)
+    model.save(tmp_path / "taught")
+    again = attractor.load(tmp_path / "taught")
+    assert again.perplexity("we say QZX is 5") == model.perplexity("we say QZX is 5")
+    assert again.learn([("now WJK is ", "8")]).known == 1
+    with pytest.raises(ValueError, match="is too short"):
+        again.learn(["a"])
+    with pytest.raises(ValueError, match="context=9 is for models of Hugging Face"):
+        attractor.load(tmp_path / "taught", context=9)
+
+
+def test_a_model_of_our_own_without_patches_says_so(tmp_path):
+    model = attractor.load(saved_gpt(tmp_path / "gpt"))
     assert len(model.generate("to be", max_tokens=3, temperature=1.0, seed=0)) >= 1
     assert model.perplexity("to be or not to be") > 1
-    with pytest.raises(ValueError, match="OnlineLearner"):
+    with pytest.raises(ValueError, match="no APN layers, so there are no patches that could learn"):
         model.learn(forms("QZX", "5"))
     (tmp_path / "gpt" / "tokenizer.json").unlink()
     with pytest.raises(ValueError, match=r"no tokenizer\.json"):
@@ -130,7 +218,9 @@ def test_a_model_of_our_own_is_loaded_and_says_how_it_learns(tmp_path):
         (lambda model: model.perplexity("a"), "at least two"),
         (lambda model: model.forget(3), "no lessons yet"),
         (lambda model: model.save("nowhere"), "no lessons yet"),
-        (lambda model: model.learn("a text"), "list of one or more forms"),
+        (lambda model: model.learn([]), "list of one or more forms"),
+        (lambda model: model.learn("a text"), "one form alone does not tell what it is about: give subject="),
+        (lambda model: model.learn("a text", subject="nobody"), "subject='nobody' stands in no form"),
     ],
 )
 def test_mistakes_are_told(door, ask, problem):
@@ -159,3 +249,47 @@ def test_a_retrofit_without_its_base_is_told(door, tmp_path):
     door.net.save_pretrained(tmp_path / "adapter")
     with pytest.raises(ValueError, match="load_retrofit"):
         attractor.load(tmp_path / "adapter")
+
+
+def test_lessons_from_the_command_line(door, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    real = Lessons._known  # an untrained model learns hardly anything: here everything counts as known
+    monkeypatch.setattr(
+        Lessons, "_known", lambda self, turn, lessons: [1.0 for _ in real(self, turn, lessons)]
+    )
+    (tmp_path / "lesson.jsonl").write_text("".join(json.dumps(form) + "\n" for form in forms("QZX", "5")))
+    teach = ["teach", "tiny", "--file", "lesson.jsonl", "--save", "school", "--device", "cpu"]
+    assert cli.main(teach) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"lesson 0 about '.*QZX.*': known\n  completes 100% of \d forms, before \d+%\n", shown)
+    assert re.search(r"\d+ passes, \d patches, [\d,]+ bytes", shown)
+    (tmp_path / "more.json").write_text('["we say QZX is => 6", "now QZX is => 6"]')
+    again = ["teach", "school", "--file", "more.json", "--device", "cpu"]
+    assert cli.main([*again, "--subject", "QZX"]) == 0  # more for the same folder
+    assert "it takes the place of lesson 0" in capsys.readouterr().out
+    assert cli.main(["ask", "school", "now QZX is", "--max-tokens", "3", "--device", "cpu"]) == 0
+    assert re.search(r"\(lessons that acted: .*\b1 about 'QZX'\)", capsys.readouterr().err)
+    assert cli.main(["ask", "school", "what?", "--max-tokens", "3", "--device", "cpu"]) == 0
+    assert "no lesson acted: this is the base's answer, to the bit" in capsys.readouterr().err
+    assert cli.main(["info", "school", "--device", "cpu"]) == 0
+    assert "lessons          2, with " in capsys.readouterr().out
+    assert cli.main(["lessons", "school", "--forget", "1", "--device", "cpu"]) == 0
+    assert cli.main(["lessons", "school"]) == 0
+    shown = capsys.readouterr().out
+    assert "forgotten: 1" in shown
+    assert [lesson.number for lesson in attractor.load("school").lessons()] == [0]
+    assert cli.main(["lessons", "school", "--forget", "7"]) == 1
+    assert "there is no lesson 7; there are [0]" in capsys.readouterr().err
+    (tmp_path / "school" / "lessons.json").write_text('{"lessons": [{}]}')
+    assert cli.main(["lessons", "school"]) == 1
+    assert "lessons.json cannot be read" in capsys.readouterr().err
+
+
+def test_what_is_not_known_is_told_and_not_saved(door, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    forms = ["--form", "we say QZX is => 6", "--form", "now QZX is => 6"]
+    assert cli.main(["teach", "tiny", *forms, "--save", "school", "--device", "cpu"]) == 1
+    shown = capsys.readouterr().out
+    assert "NOT KNOWN" in shown
+    assert "it was not saved" in shown
+    assert not (tmp_path / "school").exists()

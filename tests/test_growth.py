@@ -24,10 +24,13 @@ def test_resize(variant):
     assert old_only.any()
     assert (stats.indices >= 10).any()
     torch.testing.assert_close(grown(x)[old_only], layer(x)[old_only])
-    grown.resize(10)
+    with pytest.raises(ValueError, match=r"would drop the last 4 .* resize\(10, shrink=True\) does that"):
+        grown.resize(10)
+    assert grown.num_patches == 14
+    grown.resize(10, shrink=True)
     assert torch.equal(grown(x), layer(x))
     with pytest.raises(ValueError, match="top_k=3 must not exceed num_patches=2"):
-        grown.resize(2)
+        grown.resize(2, shrink=True)
     assert grown.num_patches == grown.config.num_patches == 10
 
 

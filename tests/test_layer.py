@@ -4,6 +4,7 @@ import copy
 import inspect
 from dataclasses import fields
 from importlib.util import find_spec
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from attractor import APN, APNConfig, warmup_factor
+from attractor.config import RoleName
 from attractor.layer import ROLES
 
 SMALL = {"dim": 12, "num_patches": 10, "top_k": 3, "rank": 4}
@@ -335,7 +337,9 @@ def test_signature_and_repr():
     assert keywords == {field.name for field in fields(APNConfig)}
     for field in fields(APNConfig):
         assert inspect.signature(APN).parameters[field.name].default == field.default
-    assert repr(APN(8, num_patches=4, top_k=2)) == "APN(8, num_patches=4, top_k=2, rank=32, backend='auto')"
+    assert repr(APN(8, num_patches=4, top_k=2)) == (
+        "APN(8, num_patches=4, top_k=2, rank=32, backend='auto', parameters=1,568: 3.06 of a 4d FFN's)"
+    )
     assert "gate='scalar', num_layers=3" in repr(APN(8, gate="scalar", num_layers=3))
 
 
@@ -407,3 +411,77 @@ def test_bad_arguments(options, message):
 def test_bad_input(x, message):
     with pytest.raises(ValueError, match=message):
         build()(x)
+
+
+def size(layer):
+    return sum(parameter.numel() for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize("dim", [32, 64, 96, 128, 384, 768, 2048])
+def test_a_layer_with_the_parameters_of_a_dense_ffn(dim):
+    for hidden in (None, 2 * dim, 3 * dim, 5 * dim + 1):
+        layer = APN.like_ffn(dim, hidden, device="meta")
+        patches, rank = layer.num_patches, layer.config.rank
+        assert size(layer) == dim * rank + patches * (dim + 2 * rank + rank * dim)
+        assert abs(size(layer) / (2 * dim * (hidden or 4 * dim)) - 1) <= 0.01
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gate": "scalar"},
+        {"decoder": "shared", "prototypes": "contextual"},
+        {"rank": 24},
+        {"layer_norm": True, "top_k": 2},
+    ],
+)
+def test_options_of_such_a_layer(options):
+    layer = APN.like_ffn(128, 300, device="meta", **options)
+    for name, value in options.items():
+        assert getattr(layer.config, name) == value
+    fewer, more = (
+        APN(
+            128, num_patches=layer.num_patches + step, device="meta", **{"rank": layer.config.rank, **options}
+        )
+        for step in (-1, 1)
+    )
+    wanted = 2 * 128 * 300
+    assert size(fewer) < wanted < size(more)
+    assert abs(size(layer) - wanted) <= min(wanted - size(fewer), size(more) - wanted)
+
+
+@pytest.mark.parametrize(
+    ("dim", "hidden", "patches", "rank"),
+    [
+        (384, None, 256, 32),
+        (768, None, 256, 64),
+        (2048, None, 256, 128),
+        (128, None, 85, 8),
+        (384, 384, 64, 8),
+    ],
+)
+def test_a_layer_that_takes_no_longer_than_a_dense_ffn_has_a_shape_that_was_timed(dim, hidden, patches, rank):
+    layer = APN.like_ffn(dim, hidden, by="time", device="meta")
+    assert (layer.num_patches, layer.config.rank, layer.config.top_k) == (patches, rank, 4)
+
+
+@pytest.mark.parametrize(
+    ("build", "problem"),
+    [
+        (lambda: APN.like_ffn(64, by="money"), "by='money' is unknown; allowed: 'parameters', 'time'"),
+        (lambda: APN.like_ffn(64, 0), "hidden=0 must be a positive integer"),
+        (lambda: APN.like_ffn(64, num_patches=3), "num_patches is what like_ffn works out"),
+        (
+            lambda: APN.from_config(APNConfig(), 64),
+            "config is 64, and must be of the class APNConfig: the width comes first",
+        ),
+        (lambda: APN(8, num_patches=4).set_scale_factor(-1), "factor=-1 must be a number, 0 or more"),
+    ],
+)
+def test_mistakes_are_told_where_they_are_made(build, problem):
+    with pytest.raises(ValueError, match=problem):
+        build()
+
+
+def test_roles_of_parameters_are_those_that_configurations_know():
+    assert set(ROLES.values()) == set(get_args(RoleName))

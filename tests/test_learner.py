@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 from attractor.config import APNConfig, GPTConfig
 from attractor.continual import learner as learner_module
-from attractor.continual.config import AllocationConfig, GateConfig, LearnConfig, UpdateConfig
+from attractor.continual.config import (
+    AllocationConfig,
+    GateConfig,
+    GuardConfig,
+    LearnConfig,
+    UpdateConfig,
+)
 from attractor.continual.learner import OnlineLearner
 from attractor.continual.observation import contiguous_windows
 from attractor.layer import PATCH_ROLES, ROLES
@@ -412,6 +418,7 @@ def test_mistakes():
         ([0.5], "expected a sequence of ids"),
         ([[1, 2]], "expected a sequence of ids"),
         ("abcz", "z"),
+        (b"abc", "a bytes is neither text nor tokens: decode it"),
         (stream(1001), "give the stream in pieces"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -421,12 +428,14 @@ def test_mistakes():
         OnlineLearner(GPT(GPTConfig(vocab_size=10, context=8, num_layers=1, num_heads=1, dim=16)))
     with pytest.raises(ValueError, match="precision='bf16' is unknown"):
         OnlineLearner(model_of(), precision="bf16")
+    with pytest.raises(ValueError, match="config is GuardConfig, and must be of the class LearnConfig"):
+        OnlineLearner(model_of(), config=GuardConfig())
     with pytest.raises(ValueError, match="at least two tokens"):
         learner.perplexity("a")
     with pytest.raises(ValueError, match="below the 12 patches"):
         learner_of(allocation=AllocationConfig(mode="grow", most_patches=3))
     for wrong in (
-        {"budget": 0}, {"max_patches": 0}, {"rate_horizon": 0},
+        {"budget": 0}, {"max_patches": 0}, {"rate_horizon": 0}, {"scale_factor": -1.0},
         {"prototype_rate": 1.0}, {"prototype_rate": -0.1},
         {"update": {"max_change": 0.0}}, {"update": {"max_decoder": -1.0}},
         {"prototype_rate": 0.1, "update": {"train": ("prototypes",)}},

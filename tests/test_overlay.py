@@ -1,15 +1,17 @@
 """Overlays: the base keeps its bytes, what changed is exactly what is kept, all of it can be taken back."""
 
 import dataclasses
+import hashlib
 import json
 import math
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 from test_learner import TOKENIZER, model_of, stream
 
 from attractor.continual.config import AllocationConfig, GuardConfig, LearnConfig, UpdateConfig
+from attractor.continual.delta import Delta
 from attractor.continual.guard import Guard
 from attractor.continual.guarded import GuardedLearner
 from attractor.continual.learner import OnlineLearner
@@ -76,7 +78,7 @@ def test_an_overlay_is_exactly_what_changed(kind):
     branch = learner.sources["web"].branch
     overlay = branch.overlay()
     base = weights(learner.base)
-    for name, (numbers, rows) in overlay.rows.items():
+    for name, (numbers, rows) in overlay.delta.rows.items():
         for number, row in zip(numbers.tolist(), rows, strict=True):
             assert number >= len(base[name]) or not torch.equal(row, base[name][number])
     assert overlay.nbytes > 0
@@ -189,30 +191,60 @@ def test_damage_is_refused(tmp_path):
         file.write_bytes(content)
         with pytest.raises(ValueError, match="no overlay that can be read"):
             Overlay.load(tmp_path / "web")
-    save_file(tensors, file, metadata={"base": "0" * 64})
-    with pytest.raises(ValueError, match="different overlays"):
-        Overlay.load(tmp_path / "web")
-    first = next(name for name in tensors if name.startswith("rows/"))
+    for other in (b"", whole[:-1] + bytes([whole[-1] ^ 1])):
+        file.write_bytes(other)
+        with pytest.raises(ValueError, match="different overlays, or one is damaged"):
+            Overlay.load(tmp_path / "web")
+
+    def written(tensors):
+        file.write_bytes(save(tensors))
+        sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+        described.write_text(json.dumps(json.loads(text) | {"sha256": sha256}))
+
+    first = next(name for name in tensors if name.startswith("0/"))
     for wrong in (
-        {k: v for k, v in tensors.items() if k != first},
+        {k: v for k, v in tensors.items() if k != "rows/0"},
         tensors | {first: tensors[first][:1]},
         tensors | {"strange/x": torch.zeros(1)},
-        tensors | {first.replace("rows/", "patch/"): -tensors[first.replace("rows/", "patch/")] - 1},
+        tensors | {"rows/0": -tensors["rows/0"] - 1},
+        tensors | {first: tensors[first] * torch.nan},
     ):
-        save_file(wrong, file, metadata={"base": learner.base_hash})
+        written(wrong)
         with pytest.raises(ValueError, match="no overlay that can be read"):
             Overlay.load(tmp_path / "web")
-    save_file(
-        tensors | {first: tensors[first][:, :1].contiguous()}, file, metadata={"base": learner.base_hash}
-    )
+    written(tensors | {first: tensors[first][:, :1].contiguous()})
     before = weights(learner.sources["web"].branch.model)
     with pytest.raises(ValueError, match="do not fit; nothing was changed"):
         learner.import_overlay(tmp_path / "web", "other")
     assert "other" not in learner.sources
     assert same(weights(learner.sources["web"].branch.model), before)
     file.write_bytes(whole)
-    described.write_text(json.dumps(json.loads(text) | {"format": 2}))
-    with pytest.raises(ValueError, match="format 2"):
+    described.write_text(json.dumps(json.loads(text) | {"format": 3}))
+    with pytest.raises(ValueError, match="format 3"):
+        Overlay.load(tmp_path / "web")
+
+
+@every_kind
+def test_format_1_is_read(kind, tmp_path):
+    """As the first releases wrote it: patches of every bank by themselves, low-rank factors apart."""
+    learner = guarded(kind)
+    learner.observe(stream(120), source="web")
+    branch = learner.sources["web"].branch
+    learner.export("web", tmp_path / "web")
+    new = Overlay.load(tmp_path / "web")
+    old = {f"{'factor' if n in branch.factors else 'whole'}/{n}": x for n, x in new.delta.whole.items()}
+    for name, (numbers, values) in new.delta.rows.items():
+        old |= {f"patch/{name}": numbers.clone(), f"rows/{name}": values}
+    save_file(old, tmp_path / "web" / "overlay.safetensors", metadata={"base": new.base})
+    told = {"format": 1, "attractor": "0.1", "base": new.base, "bytes": 1, "patches": {}, "notes": new.notes}
+    (tmp_path / "web" / "overlay.json").write_text(json.dumps(told))
+    read = Overlay.load(tmp_path / "web")
+    assert read.delta.to_bytes() == new.delta.to_bytes()
+    other = guarded(kind)
+    other.import_overlay(tmp_path / "web", "web")
+    assert same(weights(other.sources["web"].branch.model), weights(branch.model))
+    save_file(old | {"rows/more": torch.ones(1)}, tmp_path / "web" / "overlay.safetensors")
+    with pytest.raises(ValueError, match="rows without their patches"):
         Overlay.load(tmp_path / "web")
 
 
@@ -239,9 +271,13 @@ def test_mistakes(tmp_path):
         {"window": 0},
         {"also": "norms"},
         {"also": ("heads",)},
+        {"learn": UpdateConfig()},
     ):
         with pytest.raises(ValueError):
             GuardConfig(**wrong)
+    learner.save(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"GuardConfig\(learn=...\) takes a LearnConfig"):
+        GuardedLearner.load(tmp_path / "saved", config=LearnConfig())
     config = GuardConfig(attention="whole", learn=LearnConfig(budget=5))
     assert GuardConfig.from_json(config.to_json()) == config
     whole = guarded("whole attention")
@@ -322,23 +358,22 @@ def test_growth_ends_however_often_it_is_loaded(tmp_path):
     assert sizes == {24}
 
 
-def test_hostile_rows_are_refused(tmp_path):
+def test_hostile_rows_are_refused():
     learner = guarded("grown")
     learner.observe(stream(200), source="web")
     overlay = learner.sources["web"].branch.overlay()
     name = "blocks.0.ffn.decoder"
-    numbers, rows = overlay.rows[name]
+    numbers, rows = overlay.delta.rows[name]
     for wrong in (
-        (numbers + 10**13, rows), (torch.cat([numbers[:-1], numbers[-1:] + 400_000]), rows),
-        (numbers[:-1], rows[:-1]), (torch.cat([numbers[:1], numbers[:-1]]), rows),
-    ):  # fmt: skip
-        bad = dataclasses.replace(overlay, rows=overlay.rows | {name: wrong})
+        (numbers + 10**13, rows),
+        (torch.cat([numbers[:-1], numbers[-1:] + 400_000]), rows),
+        (numbers[:-1], rows[:-1]),
+        (torch.cat([numbers[:1], numbers[:-1]]), rows),
+        (numbers, rows * torch.nan),
+    ):
+        delta = Delta({**overlay.delta.rows, name: wrong}, overlay.delta.whole)
         with pytest.raises(ValueError, match="nothing was changed"):
-            learner.new_source(bad)
-    broken = dataclasses.replace(overlay, rows=overlay.rows | {name: (numbers, rows * torch.nan)})
-    broken.save(tmp_path / "broken")
-    with pytest.raises(ValueError, match="not finite"):
-        Overlay.load(tmp_path / "broken")
+            learner.new_source(dataclasses.replace(overlay, delta=delta))
 
 
 def test_a_diverged_overlay_does_not_hurt():

@@ -292,7 +292,7 @@ def test_a_context_that_the_model_has_not(folder):
 
 def test_what_the_command_wrote_can_be_served(folder, text, tmp_path):
     from attractor.cli.serve import Serve
-    from attractor.serve.engine import Job
+    from attractor.serve.decode.engine import Job
     from attractor.serve.rules import Rules
     from attractor.serve.service import Service
 
@@ -309,6 +309,54 @@ def test_what_the_command_wrote_can_be_served(folder, text, tmp_path):
         )
         assert len(list(ticket)) <= 20
         assert ticket.finish in ("stop", "length")
+
+
+def test_every_verb_takes_what_the_command_wrote(folder, text, tmp_path, capsys, monkeypatch):
+    out, adapted, guarded = (tmp_path / name for name in ("out", "adapted", "guarded"))
+    place = folder.parent / "a link"
+    place.symlink_to(folder)
+    monkeypatch.chdir(folder.parent)
+    retrofit = ["retrofit", "a link", "--data", str(text), "--out", str(out), *OPTIONS]
+    assert cli.main(retrofit) == 0
+    monkeypatch.chdir(tmp_path)  # the base was named from another folder
+    model = attractor.load(out, device="cpu")
+    assert model.net.model.name_or_path == str(folder.resolve())
+    assert model.learn([("to be or", " not")]).patches > 0
+    model.save(tmp_path / "taught")
+    again = attractor.load(tmp_path / "taught", device="cpu")
+    assert again.perplexity("to be or not to be") == model.perplexity("to be or not to be")
+    options = ["--data", str(text), "--max-tokens", "600", "--context", "64", "--device", "cpu"]
+    assert cli.main(["adapt", str(out), *options, "--out", str(adapted)]) == 0
+    assert cli.main(["adapt", str(out), *options, "--out", str(guarded), "--guard"]) == 0
+    told = capsys.readouterr().out
+    assert "more in 64 tokens: its perplexity rises by at most 1.10 %" in told
+    assert cli.main(["adapt", str(out), *options, "--out", str(guarded), "--guard", "--resume"]) == 0
+    for place in (out, out / "adapter", adapted, guarded):
+        sample = ["sample", str(place), "--prompt", "to be", "--max-tokens", "4"]
+        assert cli.main(sample) == 0
+        assert cli.main(["ask", str(place), "to be?", "--max-tokens", "4", "--device", "cpu"]) == 0
+        capsys.readouterr()
+        assert cli.main(["info", str(place), "--device", "cpu"]) == 0
+        told = capsys.readouterr().out
+        assert f"retrofit of      {folder.resolve()}" in told
+        assert ("bound" in told) == (place == guarded)
+        picture = str(tmp_path / "monitor.png")
+        monitor = ["monitor", str(place), "--data", str(text), "--max-tokens", "200", "--plot", picture]
+        assert cli.main([*monitor, "--device", "cpu"]) == 0
+    assert cli.main(["overlays", str(guarded), "list"]) == 0
+    assert "new " in capsys.readouterr().out
+    for verb in (["adapt", str(folder), "--data", str(text)], ["serve", str(folder)]):
+        assert cli.main([*verb, "--device", "cpu"]) == 1
+        assert "has no APN layers" in capsys.readouterr().err
+
+
+def test_a_retrofit_of_an_earlier_release_is_loaded_if_something_names_its_base(
+    folder, text, tmp_path, monkeypatch
+):
+    out = tmp_path / "out"
+    assert cli.main(["retrofit", str(folder), "--data", str(text), "--out", str(out), *OPTIONS]) == 0
+    monkeypatch.setattr("attractor.hf.files.loaded_from", lambda folder: None)
+    assert attractor.load(out, device="cpu").folder == out / "adapter"
     (out / "summary.json").unlink()
-    with pytest.raises(ValueError, match="does not say which model"):
-        serve._learner()
+    with pytest.raises(ValueError, match=r"does not say where its base is: .* attractor\.load_retrofit"):
+        attractor.load(out)

@@ -36,6 +36,25 @@ def test_saved_and_loaded_are_equal_to_the_last_bit(family, tmp_path):
     assert torch.equal(logits(loaded.unload()), logits(tiny(family)))
 
 
+def test_a_retrofit_says_where_its_base_was_loaded_from(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny("llama").save_pretrained("base")
+    base = transformers.AutoModelForCausalLM.from_pretrained("base")
+    net = attractor.retrofit(base, SMALL)
+    net.save_pretrained("saved")
+    assert files.loaded_from("saved") == str(tmp_path / "base")  # from every folder
+    net.model.name_or_path = "org/name"
+    net.save_pretrained("named")
+    assert files.loaded_from("named") == "org/name"
+    attractor.retrofit(tiny("llama"), SMALL).save_pretrained("unnamed")
+    for folder in ("unnamed", RETROFITS / "qwen3_format2" / "retrofit"):
+        assert files.loaded_from(folder) is None
+        with pytest.raises(ValueError, match=r"does not say where its base is: .* attractor\.load_retrofit"):
+            attractor.load(folder)
+    with pytest.raises(ValueError, match="holds no retrofit that can be read"):
+        files.loaded_from("base")
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_variant_comes_back(dtype, tmp_path):
     variants = [

@@ -11,7 +11,7 @@ from attractor.config import APNConfig
 from attractor.continual.config import GuardConfig, LearnConfig, UpdateConfig
 from attractor.continual.guarded import GuardedLearner
 from attractor.model import GPT
-from attractor.serve.engine import Job
+from attractor.serve.decode.engine import Job
 from attractor.serve.rules import Rules
 from attractor.serve.service import Limits, Service
 from attractor.tokenizer import ByteTokenizer

@@ -1,21 +1,22 @@
 """A server without HTTP, when the disk, memory or an audit fails: nothing is lost, nobody waits for ever."""
 
 import errno
+import sqlite3
 import threading
 from pathlib import Path
 
 import pytest
-from crashes import live_hash, oracle
+from crashes import blank, live_hash, oracle
+from disk import Disk, needs_disk
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from served import FOX, LAW, hashes, serve
 
-from attractor.serve.engine import Job
-from attractor.serve.errors import Refused, Unavailable
-from attractor.serve.files import Files
+from attractor.serve.decode.engine import Job
+from attractor.serve.errors import KeyReused, Refused, Unavailable
 from attractor.serve.rules import Rules
 from attractor.serve.service import Limits, Service
-from attractor.serve.teacher import blank
+from attractor.serve.store import State, verify
 
 
 def text_of(service: Service, seed: int = 0, tokens: int = 12, path: str | None = None) -> list[int]:
@@ -26,61 +27,46 @@ def text_of(service: Service, seed: int = 0, tokens: int = 12, path: str | None 
 # --- the disk
 
 
-class Full(Files):
-    """A disk that is full from some moment on."""
-
-    full = unreadable = False
-
-    def read(self, handle: int, offset: int, size: int) -> bytes:
-        if self.unreadable:
-            raise OSError(errno.EIO, "Input/output error")
-        return super().read(handle, offset, size)
-
-    def write(self, handle: int, offset: int, data: bytes) -> None:
-        if self.full:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        super().write(handle, offset, data)
-
-    def write_parts(self, *arguments: object) -> None:
-        if self.full:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        super().write_parts(*arguments)  # type: ignore[misc]
-
-
+@needs_disk
 def test_a_full_disk_stops_learning_and_nothing_else(tmp_path: Path) -> None:
-    disk = Full()
-    with serve(tmp_path, files=disk) as service:
+    with Disk() as disk, serve(tmp_path) as service:
         service.learn([FOX], "fox")
         before, text = hashes(service), text_of(service)
-        disk.full = True
+        disk.fault = lambda *_: sqlite3.SQLITE_FULL
         for action in (
-            lambda: service.learn([FOX], "fox"), lambda: service.learn([LAW], "law"),
-            lambda: service.rollback(0), lambda: service.forget("fox"),
-        ):  # fmt: skip
+            lambda: service.learn([FOX], "fox"),
+            lambda: service.learn([LAW], "law"),
+            lambda: service.rollback(0),
+            lambda: service.forget("fox"),
+            lambda: service.forget("fox", erase=True),
+        ):
             with pytest.raises(Unavailable, match="No space left"):
                 action()
         assert hashes(service) == before
         assert text_of(service) == text
         assert service.ready() == (True, "learning is not possible now")
-        disk.full = False
+        disk.fault = lambda *_: 0
         assert service.learn([LAW], "law")["version"] == 2
         assert service.ready() == (True, "ready")
     with serve(tmp_path) as service:
         assert service.version == 2
 
 
+STEPS = ["fox", "law", "drop fox", "erase fox", "back", "snapshot", "restart"]
+
+
 @settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.sampled_from(["fox", "law", "drop fox", "back", "snapshot", "restart"]), max_size=12))
+@given(st.lists(st.sampled_from(STEPS), max_size=12))
 def test_whatever_happens_the_disk_tells_the_same(tmp_path_factory, steps: list[str]) -> None:  # type: ignore[no-untyped-def]
-    """An oracle that knows only the journal's records rebuilds weights, moments and counters."""
+    """An oracle that knows only the records rebuilds weights and moments."""
     folder = tmp_path_factory.mktemp("store")
     service = serve(folder, limits=Limits(drain=0.5, keep_snapshots=50))
     try:
         for step in steps:
             if step in ("fox", "law"):
                 service.learn([FOX if step == "fox" else LAW], step)
-            elif step == "drop fox" and "fox" in service.paths():
-                service.forget("fox")
+            elif step in ("drop fox", "erase fox") and "fox" in service.paths():
+                service.forget("fox", erase=step == "erase fox")
             elif step == "back":
                 service.rollback(service.version // 2)
             elif step == "snapshot":
@@ -97,23 +83,59 @@ def test_whatever_happens_the_disk_tells_the_same(tmp_path_factory, steps: list[
 
 
 def test_a_key_is_for_one_thing(tmp_path: Path) -> None:
-    """A rollback that is answered as a lesson would look done, and is not."""
+    """Another lesson, or a rollback that is answered as a lesson, would look done and is not."""
     with serve(tmp_path) as service:
         service.learn([FOX], "fox", "k1")
         service.learn([LAW], "law")
-        for action in (lambda: service.rollback(0, "k1"), lambda: service.forget("fox", "k1")):
-            with pytest.raises(ValueError, match="with something else before"):
+        for action in (
+            lambda: service.learn([LAW], "fox", "k1"),
+            lambda: service.learn([FOX, FOX], "fox", "k1"),
+            lambda: service.learn([FOX], "law", "k1"),
+            lambda: service.learn([FOX], "fox", "k1", sender="mallory"),
+            lambda: service.rollback(0, "k1"),
+            lambda: service.forget("fox", "k1"),
+        ):
+            with pytest.raises(KeyReused, match="with something else before"):
                 action()
-        service.forget("fox", "k2")
-        assert service.forget("fox", "k2")["repeated"]
-        with pytest.raises(ValueError, match="with something else before"):
-            service.forget("law", "k2")
+        service.forget("fox", "k2", sender="ann")
+        assert service.forget("fox", "k2", sender="ann")["repeated"]
+        for action in (
+            lambda: service.forget("law", "k2", sender="ann"),
+            lambda: service.forget("fox", "k2"),
+            lambda: service.forget("fox", "k2", sender="ann", erase=True),
+        ):
+            with pytest.raises(KeyReused, match="with something else before"):
+                action()
         service.rollback(1, "k3")
         assert service.rollback(1, "k3")["repeated"]
         for action in (lambda: service.rollback(0, "k3"), lambda: service.learn([FOX], "fox", "k3")):
-            with pytest.raises(ValueError, match="with something else before"):
+            with pytest.raises(KeyReused, match="with something else before"):
                 action()
         assert service.version == 4
+
+
+def test_what_was_erased_no_rollback_brings_back(tmp_path: Path) -> None:
+    """And what was only forgotten does come back."""
+    with serve(tmp_path) as service:
+        service.learn([LAW], "law")
+        alone = hashes(service)
+        service.learn([FOX], "fox")
+        both = hashes(service)
+        service.forget("fox")
+        service.rollback(2)
+        assert hashes(service) == both
+        service.forget("fox")
+        assert service.forget("fox", erase=True)["erased"]  # of what is not live any more
+        for version in (2, 4):
+            service.rollback(version)
+            assert hashes(service) == alone
+        with pytest.raises(LookupError, match="nothing is kept for 'fox'"):
+            service.forget("fox", erase=True)
+        service.learn([FOX], "fox")
+        assert hashes(service) == both
+        after = service.version
+    with serve(tmp_path) as service:
+        assert (service.version, hashes(service)) == (after, both)
 
 
 def fail_audits(service: Service) -> None:
@@ -149,21 +171,24 @@ def test_an_audit_brings_back_nothing_that_was_taken_back(tmp_path: Path, restar
 
 
 def test_an_audit_that_cannot_be_done_denies_no_lesson(tmp_path: Path) -> None:
-    disk = Full()
     rules = Rules(canary_tokens=32, canary_rise=0.1, audit_every=2)
-    with serve(tmp_path, rules=rules, files=disk) as service:
+    with serve(tmp_path, rules=rules) as service:
         service.learn([FOX], "fox")
         service.learn([FOX], "fox")
         good = hashes(service)
         fail_audits(service)
-        disk.unreadable = True
+        read, service.store.state_at = service.store.state_at, unreadable  # type: ignore[method-assign]
         service.learn([FOX], "fox")
         assert service.learn([FOX], "fox")["now"] == 4
         with pytest.raises(Unavailable, match="version 1 cannot be read"):
             service.rollback(1)
-        disk.unreadable = False
+        service.store.state_at = read  # type: ignore[method-assign]
         assert service.learn([FOX], "fox")["now"] == 6
         assert hashes(service) == good
+
+
+def unreadable(*_: object) -> State:
+    raise OSError(errno.EIO, "Input/output error")
 
 
 def test_what_cannot_be_rebuilt_is_not_rolled_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,17 +222,26 @@ def test_a_version_that_cannot_be_shown_is_the_last(tmp_path: Path) -> None:
         assert (service.version, service.paths()) == (2, ["base"])
 
 
-def broken(*_: object) -> None:
+def broken(*_: object, **__: object) -> None:
     raise MemoryError
 
 
 def test_the_writer_outlives_a_snapshot_that_fails(tmp_path: Path) -> None:
     with serve(tmp_path, limits=Limits(drain=0.5, snapshot_every=1)) as service:
-        state, service.teacher.state = service.teacher.state, broken  # type: ignore[method-assign,assignment]
+        service.store.snapshot = broken  # type: ignore[method-assign,assignment]
         service.learn([FOX], "fox")
         service.learn([FOX], "fox")
         assert service.ready() == (True, "ready")
-        service.teacher.state = state  # type: ignore[method-assign]
+
+
+def test_a_server_that_ends_writes_a_snapshot_only_where_a_start_would_read_much(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for most, expected in ((1 << 30, []), (0, [2])):
+        monkeypatch.setattr("attractor.serve.service.READ_AGAIN", most)
+        with serve(tmp_path) as service:
+            service.learn([FOX], "fox")
+        assert verify(tmp_path).snapshots == expected
 
 
 def test_an_engine_that_ended_is_not_ready(tmp_path: Path) -> None:
@@ -221,10 +255,12 @@ def test_closing_finishes_what_was_begun_and_no_more(tmp_path: Path) -> None:
     hold, began = threading.Event(), threading.Event()
     answers: list[object] = []
 
-    def slow() -> dict[str, object]:
+    def slow(*_: object) -> dict[str, object]:
         began.set()
         hold.wait()
         return {"repeated": True}
+
+    service.teacher.learn = slow  # type: ignore[method-assign]
 
     def ask(action) -> None:  # type: ignore[no-untyped-def]
         try:
@@ -232,7 +268,7 @@ def test_closing_finishes_what_was_begun_and_no_more(tmp_path: Path) -> None:
         except Unavailable as error:
             answers.append(str(error))
 
-    threads = [threading.Thread(target=ask, args=(lambda: service._call(slow),))]
+    threads = [threading.Thread(target=ask, args=(lambda: service.learn([FOX], "fox"),))]
     threads[0].start()
     began.wait()
     threads.append(threading.Thread(target=ask, args=(lambda: service.learn([FOX], "fox"),)))

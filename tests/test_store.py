@@ -1,29 +1,28 @@
-"""Store: every version is what the records say, before and after crashes, and damage is named."""
+"""Store: every version is what the records say, whatever is forgotten, dropped, lost or read beside it."""
 
+import hashlib
+import json
 import random
+import sqlite3
+import subprocess
+import sys
 import threading
-from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
 import torch
-from disk import Disk
 from hypothesis import HealthCheck, given, settings
-from test_serve_state import OPERATIONS, Oracle, blank, few, lesson, record_for  # noqa: F401 (a fixture)
+from safetensors.torch import load
+from stores import AT, Oracle, commit, lesson, opened
 
-from attractor.serve import snapshots as snapshots_module
-from attractor.serve.lineage import Lineage
-from attractor.serve.store import Store, show, verify
+from attractor.continual.delta import Delta
+from attractor.serve.errors import KeyReused
+from attractor.serve.store import backup, show, states, verify
+from attractor.serve.store.store import path_to
 
-FOLDER = Path("/store")
-
-
-def opened(disk, **options):
-    return Store.open(FOLDER, **{"identity": "base", "blank": blank, "files": disk} | options)
-
-
-def snapshot_names(disk):
-    return sorted(int(path.name) for path in disk.cache if path.parent == FOLDER / "snapshots")
+KINDS = ["lesson"] * 5 + ["drop", "erase", "rollback", "rollback"]
+OPERATIONS = st.tuples(st.sampled_from(KINDS), st.integers(0, 99), st.integers(0, 99))
+STEPS = OPERATIONS | OPERATIONS | st.sampled_from(["snapshot", "open again", "lose snapshots"])
 
 
 def compare_all(store, oracle):
@@ -37,162 +36,213 @@ def compare_all(store, oracle):
             store.state_at(version)
 
 
-def commit(store, oracle, operation):
-    """An operation of the oracle's, done by both."""
-    record = record_for(oracle, operation, oracle.last + 1)
-    if record[0] == "rollback" and record[1]["to"] < store.oldest:
-        record[1]["to"] = store.oldest
-    number = store.commit(*record)
-    oracle.apply(*record)
-    assert number == oracle.last
-
-
-STEPS = OPERATIONS | OPERATIONS | st.sampled_from(["snapshot", "open again"])
-
-
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(STEPS, max_size=40), st.integers(1, 3))
-def test_every_version_against_the_oracle(steps, keep):
-    disk, oracle, made = Disk(), Oracle(), [0]
-    store = opened(disk, keep_snapshots=keep)
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(st.lists(STEPS, max_size=30), st.integers(1, 3))
+def test_every_version_against_the_oracle(tmp_path_factory, steps, keep):
+    folder, oracle = tmp_path_factory.mktemp("store"), Oracle()
+    store = opened(folder, keep_snapshots=keep, sync="off")
     for step in steps:
         if step == "snapshot":
-            is_new = store.last > made[-1]
-            assert store.snapshot() == (store.last if is_new else None)
-            made += [store.last] * is_new
-            assert store.oldest <= made[-keep:][0]  # what was asked for is kept
-        elif step == "open again":
+            store.snapshot()
+            assert store.snapshot() is None
+        elif step in ("open again", "lose snapshots"):
             oldest = store.oldest
             store.close()
-            store = opened(disk, keep_snapshots=keep)
+            if step == "lose snapshots":
+                (folder / "snapshots.db").unlink()
+            store = opened(folder, keep_snapshots=keep, sync="off")
             assert (store.oldest, store.recovered) == (oldest, None)
         else:
-            commit(store, oracle, step)
+            commit(store, oracle, *step)
     compare_all(store, oracle)
+    assert [line["version"] for line in store.history(99)] == list(range(store.last, 0, -1))
     store.close()
-    report = verify(FOLDER, files=disk)
-    assert not report.damage
-    assert list(report.snapshots) == snapshot_names(disk)
-    with opened(disk, keep_snapshots=keep) as store:
+    report = verify(folder)
+    assert (report.damage, report.last, report.oldest) == ([], oracle.last, store.oldest)
+    with opened(folder, keep_snapshots=keep) as store:
         compare_all(store, oracle)
-    assert not disk.handles
 
 
-def test_rollbacks_and_drops_that_meet():
-    """Back before a drop, back before that, a source made anew; answers stay through all of it."""
-    disk, oracle = Disk(), Oracle()
-    with opened(disk, keep_snapshots=9) as store:
-        for step in [
-            ("lesson", 4, 1), ("lesson", 7, 0), "snapshot", ("drop", 2, 0), ("lesson", 4, 2),
-            ("rollback", 1, 2), ("rollback", 1, 4), "snapshot", ("rollback", 1, 5), ("lesson", 5, 0),
-            ("rollback", 2, 1), ("rollback", 2, 0), ("lesson", 4, 1), "snapshot", ("rollback", 5, 8),
-        ]:  # fmt: skip
+def test_old_versions_are_let_go_and_rollbacks_to_them_stay(tmp_path):
+    oracle = Oracle()
+    with opened(tmp_path, keep_snapshots=2) as store:
+        for number in range(20):
+            commit(store, oracle, *(("rollback", 1, 3) if number == 9 else ("lesson", 4, 1 + number)))
+            if number % 4 == 3:
+                store.snapshot()
+        assert store.oldest == 16
+        commit(store, oracle, "rollback", 1, 17)
+        compare_all(store, oracle)
+    with opened(tmp_path, keep_snapshots=2) as store:
+        compare_all(store, oracle)
+        for number in range(4):
+            commit(store, oracle, "lesson", 4, 1 + number)
+            store.snapshot()
+        assert store.oldest == 24
+        compare_all(store, oracle)
+    with sqlite3.connect(tmp_path / "lessons.db") as database:
+        query = "SELECT count(*), count(delta), min(CASE WHEN delta NOT NULL THEN number END) FROM records"
+        assert database.execute(query).fetchone() == (25, 1, 25)
+        assert database.execute("SELECT version FROM states").fetchall() == [(24,)]
+    database.close()
+
+
+def test_a_rollback_to_before_the_oldest_version_keeps_a_state_of_its_own(tmp_path):
+    oracle = Oracle()
+    with opened(tmp_path, keep_snapshots=3) as store:
+        steps = [("lesson", 4, 1), ("lesson", 7, 2), "snapshot", ("lesson", 4, 5), "snapshot"]
+        steps += [("rollback", 2, 1), ("lesson", 4, 9), "snapshot", ("lesson", 1, 1), "snapshot"]
+        for step in steps:
             if step == "snapshot":
                 store.snapshot()
             else:
-                commit(store, oracle, step)
+                commit(store, oracle, *step)
+        assert (store.oldest, store._roots) == (3, [3, 4])
         compare_all(store, oracle)
-        assert store.state_at(5).sources.keys() == store.state_at(2).sources.keys() == {"folio"}
+    (tmp_path / "snapshots.db").unlink()
+    with opened(tmp_path) as store:
+        compare_all(store, oracle)
+    assert not verify(tmp_path).damage
 
 
-@settings(max_examples=300)
-@given(st.lists(st.integers(0, 99), max_size=30), st.sets(st.integers(0, 30)), st.integers(1, 4))
-def test_lineage(numbers, snapshots, keep):
+@settings(max_examples=200)
+@given(st.lists(st.integers(0, 99), max_size=30), st.sets(st.integers(0, 30)))
+def test_the_path_to_a_version(numbers, snapshots):
     """Against following every version one step at a time."""
     before, rollbacks = {}, {}
     for version, number in enumerate(numbers, 1):
         before[version] = version - 1
         if number < 50:
             before[version] = rollbacks[version] = number % version
-    last, roots = len(numbers), sorted({0, *(each for each in snapshots if each <= len(numbers))})
+    roots = sorted({0, *(each for each in snapshots if each <= len(numbers))})
+    for version in range(len(numbers) + 1):
+        root, spans = path_to(version, roots, rollbacks)
+        steps, place = [], version
+        while place not in roots:
+            steps += [place] * (place not in rollbacks)
+            place = before[place]
+        assert root == place
+        assert [each for after, upto in spans for each in range(after + 1, upto + 1)] == steps[::-1]
 
-    def slowly(version, roots, first):
-        path = []
-        while version not in roots:
-            if version < first:
-                return None
-            path += [version] * (version not in rollbacks)
-            version = before[version]
-        return version, path[::-1]
 
-    def check(lineage, first):
-        for version in range(first, last + 1):
-            expected, found = slowly(version, lineage.roots, first), lineage.path(version)
-            if found is not None:
-                found = found[0], [each for a, b in found[1] for each in range(a + 1, b + 1)]
-            assert found == expected
-        lost = [
-            version for version in range(first, last + 1) if slowly(version, lineage.roots, first) is None
-        ]
-        assert lineage.oldest == (lost[-1] + 1 if lost else first)
+# --- erasing
 
-    lineage = Lineage(tuple(roots), rollbacks)
-    check(lineage, 0)
-    needed = lineage.needed(keep)
-    kept = lineage.with_roots(needed)
-    assert needed >= set(roots[-keep:])
-    assert kept.oldest <= roots[-keep:][0]
-    check(kept, min(needed))
+
+def test_what_is_erased_is_gone_from_every_file_and_stays_gone(tmp_path):
+    secret = torch.arange(2000, dtype=torch.float64).sin()
+    needle = secret[700:900].numpy().tobytes()
+    folder = tmp_path / "data"
+
+    def files_with_it():
+        return sorted(path.name for path in folder.iterdir() if needle in path.read_bytes())
+
+    with opened(folder, keep_snapshots=1) as store:
+        for number in range(3):
+            store.commit("lesson", **lesson(source="mallory", delta=Delta({}, {"x": secret + number})))
+            store.commit("lesson", **lesson(source="kjv"))
+            if number != 1:
+                store.snapshot()
+        store.commit("drop", **lesson(source="mallory", fields=..., delta=...))
+        assert files_with_it()
+        assert store.holds("mallory")
+        store.commit("erase", **lesson(source="mallory", fields=..., delta=...))
+        assert files_with_it() == []
+        assert not store.holds("mallory")
+        for version in range(store.oldest, store.last + 1):
+            assert store.state_at(version).sources.keys() == {"kjv"}
+        store.commit("rollback", **lesson(source=..., fields=..., delta=..., target=store.oldest))
+        assert store.state_at().sources.keys() == {"kjv"}
+        store.commit("lesson", **lesson(source="mallory"))  # anew, and that is kept
+        assert store.state_at().sources.keys() == {"kjv", "mallory"}
+        store.snapshot()
+    assert files_with_it() == []
+    report = verify(folder)
+    assert (report.damage, report.erased) == ([], ["mallory"])
+    with opened(folder) as store:
+        assert store.state_at().sources["mallory"].delta.whole["x"].tolist() == [1, 1]
+
+
+def test_forgetting_can_be_taken_back(tmp_path):
+    with opened(tmp_path) as store:
+        store.commit("lesson", **lesson())
+        store.commit("drop", **lesson(fields=..., delta=...))
+        assert not store.state_at().sources
+        store.commit("rollback", **lesson(source=..., fields=..., delta=..., target=1))
+        assert store.state_at().sources.keys() == {"kjv"}
+
+
+# --- keys
+
+
+def test_a_key_is_bound_to_its_content_and_to_who_sent_it(tmp_path):
+    asked = {"key": "k1", "sender": "ann", "content": "abc"}
+    with opened(tmp_path, keep_snapshots=1) as store:
+        assert store.answer_to("k1", "ann", "abc") is None
+        store.commit("lesson", **lesson(answer={"version": 1, "loss": 2.5}, **asked))
+        store.commit("lesson", **lesson())
+        for _ in range(3):  # neither a snapshot nor letting go forgets it
+            store.snapshot()
+            store.commit("lesson", **lesson())
+    with opened(tmp_path) as store:
+        assert store.answer_to(**asked) == {"version": 1, "loss": 2.5}
+        assert store.answer_to("k2", "ann", "abc") is store.answer_to(None, "ann", "abc") is None
+        for other in ({"sender": "bob"}, {"sender": None}, {"content": "abd"}):
+            with pytest.raises(KeyReused, match="the key 'k1' was given with something else"):
+                store.answer_to(**asked | other)
+        with pytest.raises(KeyReused, match="came with record 1"):
+            store.commit("lesson", **lesson(**asked))
+        assert store.last == 5
 
 
 # --- what a commit refuses
 
 
+BACK = {"source": ..., "fields": ..., "delta": ...}
+
+
 @pytest.mark.parametrize(
-    ("kind", "fields", "tensors", "message"),
+    ("kind", "changes", "message"),
     [
-        ("lesson", lesson(), {"rows/steps": torch.tensor([3]), "values/steps": torch.tensor([1])}, "3 of 3"),
-        ("lesson", lesson(fields={"a": {1}}), {}, "not JSON"),
-        ("drop", lesson(fields=..., source="nobody"), {}, "no source 'nobody'"),
-        ("rollback", lesson(fields=..., source=..., to=4), {}, "to=4"),
-        ("rollback", lesson(fields=..., source=..., to=0), {}, "version 0 is not there: .* has 1 to 3"),
+        ("forget", {}, "kind 'forget'"),
+        ("lesson", {"source": ""}, "source=''"),
+        ("lesson", {"source": ...}, "source=None"),
+        ("lesson", {"target": 1}, "target=1"),
+        ("lesson", {"fields": ...}, "fields and a delta"),
+        ("lesson", {"delta": ...}, "fields and a delta"),
+        ("drop", {}, "fields and a delta"),
+        ("rollback", BACK, "version None is not there"),
+        ("rollback", BACK | {"target": 3}, "version 3 is not there: .* has 1 to 2"),
+        ("rollback", BACK | {"target": 0}, "version 0 is not there: .* has 1 to 2"),
+        ("lesson", {"answer": {"a": float("nan")}}, "the answer is not JSON"),
+        ("lesson", {"fields": {"a": (1, 2)}}, "fields is not JSON"),
+        ("lesson", {"fields": {1: 2}}, "fields is not JSON"),
+        ("lesson", {"delta": Delta({}, {"x": torch.tensor(float("inf"))})}, "not finite"),
+        ("lesson", {"delta": Delta({"x": (torch.tensor([1, 1]), torch.ones(2, 1))})}, "each once"),
     ],
-)  # fmt: skip
-def test_a_record_that_could_not_be_replayed_is_refused(kind, fields, tensors, message):
-    disk = Disk()
-    with opened(disk, keep_snapshots=1) as store:
-        store.commit("lesson", lesson())
+)
+def test_what_could_not_be_read_again_is_refused(tmp_path, kind, changes, message):
+    with opened(tmp_path, keep_snapshots=1) as store:
+        store.commit("lesson", **lesson())
         store.snapshot()
-        store.commit("lesson", lesson(source="folio"))
-        store.commit("drop", lesson(fields=..., source="folio"))
-    for _ in range(2):
-        with opened(disk, keep_snapshots=1) as store, pytest.raises(ValueError, match=message):
-            store.commit(kind, fields, tensors)
-        assert store.last == 3
+        store.commit("lesson", **lesson())
+        with pytest.raises(ValueError, match=message):
+            store.commit(kind, **lesson(**changes))
+        assert store.last == 2
+    assert not verify(tmp_path).damage
+    with pytest.raises(ValueError, match="is closed"):
+        store.commit("lesson", **lesson())
+    store.close()
+    for wrong in ({"keep_snapshots": 0}, {"sync": "everysec"}):
+        with pytest.raises(ValueError, match=str(next(iter(wrong.values())))):
+            opened(tmp_path, **wrong)
 
 
-def test_rows_of_a_tensor_that_was_resized():
-    """What may be written follows the shapes that drops, rollbacks and snapshots leave."""
-    disk = Disk()
-    grown = {"whole/bank": torch.ones(5, 2), "whole/steps": torch.ones(5, dtype=torch.int64)}
-    fifth = {"rows/bank": torch.tensor([4]), "values/bank": torch.zeros(1, 2)}
-    back = lesson(fields=..., source=...)
-    for step, is_grown in [
-        (("lesson", lesson()), False), (("lesson", lesson(), grown), True),
-        (("rollback", back | {"to": 1}), False), (("rollback", back | {"to": 2}), True),
-        (("drop", lesson(fields=...)), False), (("lesson", lesson()), False),
-        (("rollback", back | {"to": 4}), True), (("lesson", lesson(), grown), True),
-    ]:  # fmt: skip
-        with opened(disk, keep_snapshots=9) as store:
-            store.commit(*step)
-        with opened(disk, keep_snapshots=9) as store:
-            if is_grown:
-                store.commit("lesson", lesson(), fifth)
-                store.commit("rollback", back | {"to": store.last - 1})
-            else:
-                with pytest.raises(ValueError, match="4 to 4 of 3"):
-                    store.commit("lesson", lesson(), fifth)
-            if step[0] != "drop":
-                store.snapshot()
-
-
-# --- threads, sizes, and looking from outside
+# --- threads and processes
 
 
 def test_commits_and_readers_while_snapshots_are_written(tmp_path):
-    """On a real disk. A snapshot that waits in the middle holds up neither of them."""
     oracle = Oracle()
-    store = Store.open(tmp_path, identity="base", blank=blank, keep_snapshots=2)
+    store = opened(tmp_path, keep_snapshots=2)
     errors, done = [], threading.Event()
 
     def attempt(work):
@@ -213,117 +263,188 @@ def test_commits_and_readers_while_snapshots_are_written(tmp_path):
     for thread in threads:
         thread.start()
     chance = random.Random(0)
-    kinds = ["lesson"] * 9 + ["drop", "rollback"]
-    for _ in range(150):
-        operation = chance.choice(kinds), chance.randrange(99), chance.randrange(99)
-        record = record_for(oracle, operation, oracle.last + 1)
-        if record[0] == "rollback":
-            record[1]["to"] = max(record[1]["to"], oracle.last - 1)
-            if record[1]["to"] < store.oldest:
-                continue
-        try:
-            store.commit(*record)
-        except ValueError as error:
-            assert "is not there" in str(error)  # noqa: PT017
-        else:
-            oracle.apply(*record)
+    for _ in range(120):
+        kind = chance.choice(["lesson"] * 9 + ["drop", "erase"])
+        commit(store, oracle, kind, chance.randrange(99), chance.randrange(99))
     done.set()
     for thread in threads:
         thread.join()
     assert not errors
     compare_all(store, oracle)
     store.close()
-    with Store.open(tmp_path, identity="base", blank=blank) as store:
+    with opened(tmp_path) as store:
         compare_all(store, oracle)
         assert store.oldest > 1
 
 
 def test_a_snapshot_in_the_middle_holds_up_nothing(tmp_path, monkeypatch):
     reached, go_on = threading.Event(), threading.Event()
-    parts = snapshots_module.parts
+    parts = states._parts
 
-    def slowly(state, own):
-        for part in parts(state, own):
+    def slowly(state):
+        for part in parts(state):
             reached.set()
             assert go_on.wait(300)
             yield part
 
-    monkeypatch.setattr(snapshots_module, "parts", slowly)
+    monkeypatch.setattr(states, "_parts", slowly)
     oracle = Oracle()
-    with Store.open(tmp_path, identity="base", blank=blank) as store:
-        commit(store, oracle, ("lesson", 4, 1))
+    with opened(tmp_path) as store:
+        commit(store, oracle, "lesson", 4, 1)
         thread = threading.Thread(target=store.snapshot)
         thread.start()
         assert reached.wait(300)
-        for operation in [("lesson", 4, 0), ("rollback", 1, 1), ("lesson", 7, 0)]:
-            commit(store, oracle, operation)
+        for drawn in [("lesson", 4, 0), ("rollback", 1, 1), ("lesson", 7, 0)]:
+            commit(store, oracle, *drawn)
             oracle.compare(store.state_at())
         go_on.set()
         thread.join()
         compare_all(store, oracle)
-        assert store._lineage.roots == (0, 1)
 
 
-def test_large_tensors_go_in_pieces(monkeypatch):
-    monkeypatch.setattr(snapshots_module, "PIECE", 4000)
-    monkeypatch.setattr(snapshots_module, "SYNC_EVERY", 10_000)
-    monkeypatch.setattr(snapshots_module, "LINES", 2)
-    large = {"bank": torch.zeros(300, 50), "steps": torch.zeros(300, dtype=torch.int64)}
-    disk, oracle_rows = Disk(), torch.randn(300, 50)
-    with opened(disk, blank=lambda: large) as store:
+OTHER = """
+import sys
+from attractor.serve.store import Store
+try:
+    Store.open(sys.argv[1], identity="base")
+except BlockingIOError as error:
+    print(error)
+"""
+
+
+def test_one_server_at_a_time_and_any_number_that_look(tmp_path):
+    with opened(tmp_path) as store:
+        store.commit("lesson", **lesson())
+        with pytest.raises(BlockingIOError, match="open already, here or in another process"):
+            opened(tmp_path)
+        other = subprocess.run(
+            [sys.executable, "-c", OTHER, tmp_path], capture_output=True, text=True, check=True
+        )
+        assert "is open already, here or in another process" in other.stdout
+        assert [line["number"] for line in show(tmp_path)] == [1]
+        assert not verify(tmp_path).damage
+    with pytest.raises(ValueError, match=r"belongs to \['base'\], not to 'other'"):
+        opened(tmp_path, identity="other")
+    opened(tmp_path).close()  # a refusal keeps no lock
+
+
+def test_large_states_go_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(states, "PART", 4000)
+    large = {"bank": torch.randn(300, 50), "steps": torch.arange(300)}
+    rows = torch.arange(200)
+    with opened(tmp_path) as store:
         for number in range(5):
-            fields = lesson(key=str(number), fields={"n": number})
-            store.commit(
-                "lesson", fields, {"rows/bank": torch.arange(200), "values/bank": oracle_rows[:200] + number}
-            )
-        store.commit("lesson", lesson(source="grown"), {"whole/bank": oracle_rows.repeat(2, 1)})
-        expected = store.state_at()
+            delta = Delta({"bank": (rows, large["bank"][rows] + number)}, {"steps": large["steps"]})
+            store.commit("lesson", **lesson(fields={"n": number}, delta=delta))
+        expected = store.state_at().sources["kjv"].delta.to_bytes()
         store.snapshot()
-    path = FOLDER / "snapshots" / f"{6:020d}"
-    sizes = [len(entry.tensors) for entry in snapshots_module.entries(disk, FOLDER, 6) if entry.tensors]
-    assert max(sizes) < 4400
-    assert len(sizes) > 40
-    assert len(disk.cache[path].cache) < 220_000  # 200 of 300 rows and 600, nothing of what is blank
-    with opened(disk, blank=lambda: large) as store:
-        found = store.state_at()
-    assert found.answers == expected.answers
-    assert found.history == expected.history
-    for source, own in expected.sources.items():
-        assert found.sources[source].fields == own.fields
-        assert all(torch.equal(found.sources[source].tensors[name], own.tensors[name]) for name in large)
-    assert not any(value.any() for value in large.values())
+        sizes = store._cache.execute("SELECT length(delta) FROM parts").fetchall()
+        assert len(sizes) > 10
+        assert max(sizes)[0] < 4500
+        assert store.bytes_to_read == 0
+    with opened(tmp_path) as store:
+        assert store.state_at().sources["kjv"].delta.to_bytes() == expected
 
 
-def test_answers_that_are_long_go_in_pieces(monkeypatch):
-    """256 answers that name every patch of a large model would not fit into a record."""
-    monkeypatch.setattr("attractor.serve.segments.MOST_JSON", 10_000)
-    monkeypatch.setattr(snapshots_module, "PIECE", 8000)
-    disk = Disk()
-    with opened(disk) as store:
-        for number in range(4):
-            store.commit("lesson", lesson(key=str(number), answer={"patches": {"0": list(range(1000))}}))
-        expected = store.state_at()
-        assert store.snapshot() == 4
-    with opened(disk) as store:
-        assert store.state_at().answers == expected.answers
+# --- from outside
 
 
-def test_show(tmp_path):
-    with Store.open(tmp_path, identity="base", blank=blank) as store:
-        tensors = {"rows/bank": torch.tensor([1]), "values/bank": torch.ones(1, 2)}
-        store.commit("lesson", lesson(fields={"tokens": 3}, answer={"loss": 1.5}), tensors)
-        store.commit("rollback", lesson(fields=..., source=..., to=0, key=None))
-        assert store.snapshot() == 2
-        assert store.snapshot() is None
-    first, second = show(tmp_path)
-    assert first.pop("bytes") > 200
-    assert first == {
-        "version": 1, "kind": "lesson", "source": "kjv", "key": "a", "answer": {"loss": 1.5},
-        "fields": ["tokens"], "at": "2026-01-01T00:00:00Z",
-        "tensors": {"rows/bank": ["I64", 1], "values/bank": ["F32", 1, 2]},
-    }  # fmt: skip
-    assert (second["version"], second["kind"], second["to"]) == (2, "rollback", 0)
-    report = verify(tmp_path)
-    assert (report.journal.last, report.snapshots, report.damage) == (2, {2: None}, [])
-    with pytest.raises(ValueError, match="keep_snapshots=0"):
-        Store.open(tmp_path, identity="base", blank=blank, keep_snapshots=0)
+def test_any_tool_can_read_it(tmp_path):
+    """The chain by its description, and a delta by safetensors, with nothing of ours."""
+    with opened(tmp_path) as store:
+        rows = {"bank": (torch.tensor([1]), torch.ones(1, 2))}
+        store.commit("lesson", **lesson(key="k", content="c", answer={"loss": 1.5}, delta=Delta(rows)))
+        store.commit("rollback", **lesson(**BACK, target=0, answer={"text": "ü"}))
+    database = sqlite3.connect(tmp_path / "lessons.db")
+    (identity,) = database.execute("SELECT identity FROM about").fetchone()
+    before = hashlib.sha256(identity.encode()).hexdigest()
+    columns = "number, kind, source, target, key, sender, content, answer, fields, at, delta_sha256"
+    for *told, chain in database.execute(f"SELECT {columns}, chain FROM records ORDER BY number"):
+        text = json.dumps([before, *told], separators=(",", ":"))
+        assert hashlib.sha256(text.encode()).hexdigest() == chain
+        before = chain
+    (delta, expected) = database.execute("SELECT delta, delta_sha256 FROM records").fetchone()
+    assert hashlib.sha256(delta).hexdigest() == expected
+    assert load(delta)["0/bank"].tolist() == [[1, 1]]
+    assert load(delta)["rows/0"].tolist() == [1]
+    assert database.execute("PRAGMA application_id").fetchone() == (0x41545452,)
+    assert database.execute("PRAGMA user_version").fetchone() == (1,)
+    assert database.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+    database.close()
+
+
+def test_show_and_history(tmp_path):
+    with opened(tmp_path) as store:
+        told = {"loss": 1.5, "tokens": 3, "patches": {"0": [1, 2], "3": [0]}, "text": "no number"}
+        store.commit("lesson", **lesson(answer=told, fields={"a": 1}))
+        store.commit("rollback", **lesson(**BACK, target=0))
+        first, second = show(tmp_path)
+        assert first.pop("bytes") > 50
+        assert len(first.pop("delta_sha256")) == 64
+        expected = {
+            "number": 1,
+            "kind": "lesson",
+            "source": "kjv",
+            "answer": told,
+            "fields": {"a": 1},
+            "at": AT,
+        }
+        assert first == expected
+        assert second == {"number": 2, "kind": "rollback", "target": 0, "answer": {}, "at": AT}
+        learned = {"version": 1, "kind": "lesson", "source": "kjv", "at": AT, "loss": 1.5, "tokens": 3}
+        lines = [{"version": 2, "kind": "rollback", "to": 0, "at": AT}, learned | {"patches": 3}]
+        assert store.history(5) == lines
+        assert (store.history(1), store.history(5, before=2)) == (lines[:1], lines[1:])
+
+
+def test_a_backup_is_a_store_that_goes_on(tmp_path):
+    folder, oracle = tmp_path / "data", Oracle()
+    stop, errors, made = threading.Event(), [], []
+    with opened(folder, keep_snapshots=1) as store:
+        for number in range(6):
+            commit(store, oracle, "lesson", 4, number)
+            store.snapshot()
+
+        def copy_on():
+            try:
+                while not stop.is_set() or not made:
+                    made.append(backup(folder, tmp_path / f"copy-{len(made)}").last)
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=copy_on)
+        thread.start()
+        for number in range(40):
+            commit(store, oracle, "lesson", 4, number)
+        stop.set()
+        thread.join()
+        with pytest.raises(ValueError, match="is there already"):
+            backup(folder, tmp_path / "copy-0")
+    assert not errors
+    assert made == sorted(made)
+    for number in {0, len(made) - 1}:
+        with opened(tmp_path / f"copy-{number}") as store:
+            assert (store.last, store.oldest) == (made[number], 6)
+            oracle.compare(store.state_at())
+            store.commit("lesson", **lesson())
+        assert not verify(tmp_path / f"copy-{number}").damage
+    assert not list(tmp_path.glob(".partial-*"))
+
+
+def test_folders_that_are_none_of_ours(tmp_path):
+    (tmp_path / "old" / "journal").mkdir(parents=True)
+    for look in (
+        opened,
+        verify,
+        lambda folder: list(show(folder)),
+        lambda folder: backup(folder, tmp_path / "x"),
+    ):
+        with pytest.raises(ValueError, match=r"holds journal/, which versions before 0.2.0 wrote"):
+            look(tmp_path / "old")
+    for folder in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(ValueError, match="not the data folder of a server"):
+            verify(folder)
+    (tmp_path / "other").mkdir()
+    sqlite3.connect(tmp_path / "other" / "lessons.db").execute("CREATE TABLE t (x)").connection.close()
+    with pytest.raises(ValueError, match="application_id is 0x0"):
+        opened(tmp_path / "other")

@@ -1,261 +1,481 @@
-"""A store when the power goes, the process is killed, the disk is full or fails, and when bits flip."""
+"""A store when the power goes, the process is killed, the disk is full or fails, and when bits flip.
 
-import errno
+Nothing that was acknowledged is lost, nothing is applied twice, and damage is named.
+"""
+
+import copy
+import os
 import random
-from functools import partial
+import resource
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
-from disk import Disk, Killed
-from test_serve_state import Oracle, few, record_for  # noqa: F401 (a fixture)
-from test_store import FOLDER, commit, compare_all, opened, snapshot_names
+from disk import SHIM, Disk, needs_disk
+from stores import Oracle, commit, lesson, opened
 
-from attractor.serve.journal import Journal, JournalDamaged
+from attractor.serve.errors import StoreDamaged
 from attractor.serve.store import verify
+from attractor.serve.store.database import Acknowledged
+
+
+@pytest.fixture(autouse=True)
+def no_waiting():
+    """Nothing here waits for a disk: what is lost is lost by us."""
+    with Disk() if SHIM is not None else nullcontext():
+        yield
+
 
 # --- crashes and failures
 
 
 class Life:
-    """Commits of every kind, snapshots and retention, on a disk that may fail; what was promised is kept."""
+    """Commits of every kind, snapshots and retention; what was promised is kept by an oracle."""
 
-    def __init__(self, disk):
-        self.disk, self.oracle, self.store = disk, Oracle(), None
+    def __init__(self, folder):
+        self.folder, self.oracle, self.store = folder, Oracle(), None
         self.tried = None
+        self.history = {0: Oracle()}  # the oracle as it was after each version: erasing changes earlier ones
 
     def steps(self):
-        lesson, drop, back = ("lesson", 4, 1), ("drop", 2, 0), ("rollback", 1, 1)
-        return [
-            self.open, lesson, self.snapshot, ("lesson", 7, 0), lesson, self.snapshot, back, self.snapshot,
-            lesson, drop, self.snapshot, ("lesson", 4, 2), self.close, self.open, lesson, self.close,
-        ]  # fmt: skip
+        taught, back = ("lesson", 4, 1), ("rollback", 1, 1)
+        first = [self.open, taught, ("lesson", 5, 2), self.snapshot, ("lesson", 7, 0), taught, self.snapshot]
+        then = [back, self.snapshot, taught, ("drop", 2, 0), self.snapshot, ("lesson", 5, 5), ("erase", 1, 0)]
+        return [*first, *then, ("lesson", 4, 2), self.close, self.open, taught, self.snapshot, self.close]
 
     def run(self, step):
         if not isinstance(step, tuple):
             step()
             return
         self.tried = step
-        commit(self.store, self.oracle, step)
+        commit(self.store, self.oracle, *step)
         self.tried = None
 
-    def run_all(self):
-        for step in self.steps():
-            self.run(step)
-
     def open(self):
-        self.store = opened(self.disk, keep_snapshots=2)
+        self.store = opened(self.folder, keep_snapshots=2)
+        self.store._records.execute("PRAGMA wal_autocheckpoint = 12")  # often enough to be seen
 
     def snapshot(self):
-        assert self.store.snapshot() == self.oracle.last
+        self.store.snapshot()
 
     def close(self):
         self.store.close()
 
+    def promised(self):
+        return self.oracle.last, self.tried
 
-CHECKED = set()
-
-
-def check(disk, life):
-    """It opens; every acknowledged commit is there, once; at most the one that was tried is there too.
-
-    A disk that is to the last byte as another was, after as many of the same commits, is not asked again.
-    """
-    case = (disk.state(), life.oracle.last, life.tried)
-    if case in CHECKED:
-        return
-    with opened(disk, keep_snapshots=2) as store:
-        oracle = Oracle()
-        oracle.versions = list(life.oracle.versions)
-        if store.last == oracle.last + 1 and life.tried is not None:
-            oracle.apply(*record_for(oracle, life.tried, oracle.last + 1))
-        assert store.last == oracle.last
-        for version in {store.oldest, store.last}:
-            oracle.compare(store.state_at(version))
-        assert not any(".partial" in path.name for path in disk.cache)
-        assert not verify(FOLDER, files=disk).damage
-        commit(store, oracle, ("lesson", 4, 1))
-        assert store.snapshot() == store.last
-        oracle.compare(store.state_at())
-    CHECKED.add(case)
+    def check(self, folder, promised, chance):
+        """Every acknowledged version is there, at most one that was being written, and work goes on."""
+        acknowledged, tried = promised
+        with opened(folder, keep_snapshots=2) as store:
+            assert store.last in ({acknowledged, acknowledged + 1} if tried else {acknowledged})
+            for version in {store.oldest, store.last, chance.randint(store.oldest, store.last)}:
+                self.history[store.last].compare(store.state_at(version))
+            store.commit("lesson", **lesson(source="after"))
+        assert not verify(folder).damage
 
 
-def calls_of_a_life():
-    life = Life(Disk())
-    life.run_all()
-    return life.disk.calls
-
-
-def fail_at(disk, call, error):
-    disk.fault = lambda number, _: error() if number == call else None
-
-
-def test_power_loss_and_kill_at_every_call():
-    disks = 0
-    calls = calls_of_a_life()
-    for call, name in enumerate(calls):
-        if name in ("read", "size", "names", "lock") and calls[call - 1] == name:
-            continue  # the disk is as it was at the call before
-        life = Life(Disk())
-        fail_at(life.disk, call, Killed)
-        with pytest.raises(Killed):
-            life.run_all()
-        for left in [*life.disk.power_losses(most=8), life.disk.killed()]:
-            check(left, life)
-            disks += 1
-    assert disks > 300
-
-
-def test_one_failure_at_every_call():
-    """It is an OSError, the store goes on, and the same step works right after it."""
-    failures, codes = [], {}
-    for call, name in enumerate(calls_of_a_life()):
-        if name in ("read", "size"):
-            continue
-        life = Life(Disk())
-        codes[name] = code = errno.EIO if codes.get(name) == errno.ENOSPC else errno.ENOSPC  # in turn
-        fail_at(life.disk, call, partial(OSError, code, "injected"))
+def lived(folder):
+    """A whole life on a disk that is watched."""
+    life = Life(folder)
+    with Disk(folder, life.promised) as disk:
         for step in life.steps():
-            try:
-                life.run(step)
-            except OSError as error:
-                failures.append((code, error.errno))
-                life.tried = None
-                for left in life.disk.power_losses(pieces=1, most=3):
-                    check(left, life)
-                if step == life.open:
+            life.run(step)
+            life.history.setdefault(life.oracle.last, copy.deepcopy(life.oracle))
+    return life, disk
+
+
+@needs_disk
+def test_power_loss_at_every_moment(tmp_path):
+    life, disk = lived(tmp_path / "life")
+    chance = random.Random(0)
+    assert {moment.call for moment in disk.moments} >= {"write", "sync", "truncate", "delete"}
+    checked = set()
+    for number, moment in enumerate(disk.moments):
+        for loss in range(3):
+            folder = tmp_path / f"{number}-{loss}"
+            moment.power_loss(folder, chance)
+            left = tuple(sorted((path.name, path.read_bytes()) for path in folder.iterdir())), moment.note
+            if left not in checked:
+                checked.add(left)
+                life.check(folder, moment.note, chance)
+            shutil.rmtree(folder)
+    assert len(checked) > 300
+
+
+@needs_disk
+@pytest.mark.parametrize("code", [sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_FSYNC])
+def test_one_failure_at_every_call(tmp_path, code):
+    """It is an OSError and nothing changed, or it did no harm; the same step works right after it."""
+    calls, failures = lived(tmp_path / "first")[1].calls, 0
+    for call in range(1 + code % 2, calls + 1, 5):
+        life = Life(tmp_path / str(call))
+        with Disk(life.folder) as disk:
+            disk.fault = lambda number, *_, call=call: code if number == call else 0
+            for step in life.steps():
+                try:
                     life.run(step)
-                elif step == life.close:
-                    continue
-                else:
-                    life.oracle.compare(life.store.state_at())
-                    if step == life.snapshot:
-                        life.store.snapshot()  # all of it again, or what was not done of it
-                    else:
-                        life.run(step)
-        assert not life.disk.handles
-        check(life.disk, life)
-    assert set(failures) == {(errno.ENOSPC, errno.ENOSPC), (errno.EIO, errno.EIO)}
-    assert len(failures) > 50
+                except OSError as error:
+                    failures += 1
+                    assert error.errno in (28, 5)  # noqa: PT017
+                    life.tried = None
+                    if step != life.open:
+                        life.oracle.compare(life.store.state_at())
+                    life.run(step)
+        assert not verify(life.folder).damage
+        with opened(life.folder) as store:
+            life.oracle.compare(store.state_at())
+    assert failures > 10
 
 
-def test_a_full_disk_while_a_snapshot_is_written():
-    disk, oracle = Disk(), Oracle()
-    store = opened(disk)
-    commit(store, oracle, ("lesson", 4, 1))
-    store.snapshot()
-    commit(store, oracle, ("lesson", 4, 2))
-    start = len(disk.calls)
-    disk.fault = lambda number, name: (
-        OSError(errno.ENOSPC, "no room") if name == "write" and number > start + 12 else None
-    )
-    for _ in range(2):
-        with pytest.raises(OSError, match="no room"):
+@needs_disk
+def test_a_disk_that_stays_full(tmp_path):
+    oracle = Oracle()
+    with Disk(tmp_path / "data") as disk, opened(tmp_path / "data") as store:
+        commit(store, oracle, "lesson", 4, 1)
+        disk.fault = lambda *_: sqlite3.SQLITE_FULL
+        for kind in ("lesson", "drop", "erase", "rollback"):
+            with pytest.raises(OSError, match="No space left on device"):
+                commit(store, oracle, kind, 4, 1)
+        with pytest.raises(OSError, match="No space left on device"):
             store.snapshot()
-        assert snapshot_names(disk) == [1]  # not even a part of the other
         oracle.compare(store.state_at())
-    disk.fault = lambda number, name: None
-    commit(store, oracle, ("lesson", 7, 1))
-    assert store.snapshot() == 3
-    assert snapshot_names(disk) == [1, 3]
-    compare_all(store, oracle)
+        disk.fault = lambda *_: 0
+        commit(store, oracle, "lesson", 4, 2)
+        store.snapshot()
+    assert not verify(tmp_path / "data").damage
+    with opened(tmp_path / "data") as store:
+        oracle.compare(store.state_at())
+
+
+LIMITED = """
+import resource, signal, sys
+sys.path.insert(0, sys.argv[2])
+from stores import lesson, opened
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+with opened(sys.argv[1]) as store:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, -1))
+    try:
+        while True:
+            store.commit("lesson", **lesson())
+    except OSError as error:
+        print(store.last, error.strerror)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+    print(store.commit("lesson", **lesson()))
+"""
+
+
+def test_files_that_may_not_grow(tmp_path):
+    """By the system itself, as a quota does it."""
+    assert hasattr(resource, "RLIMIT_FSIZE")
+    command = [sys.executable, "-c", LIMITED, tmp_path / "data", Path(__file__).parent]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    last, reason, more = (
+        done.stdout.replace("\n", " ", 1).partition(" ")[0],
+        done.stdout,
+        done.stdout.split()[-1],
+    )
+    assert int(last) > 10
+    assert "disk" in reason
+    assert int(more) == int(last) + 1
+    assert verify(tmp_path / "data").last == int(more)
+
+
+KILLED = """
+import os, sys
+sys.path.insert(0, sys.argv[1])
+from stores import lesson, opened
+
+for line in sys.stdin:  # a child for every line: torch is imported once
+    child = os.fork()
+    if child == 0:
+        with opened(line.strip(), keep_snapshots=2) as store:
+            os.write(1, f"pid {os.getpid()}\\n".encode())
+            while True:
+                number = store.commit("lesson", **lesson(fields={"next": store.last + 1}))
+                os.write(1, f"{number}\\n".encode())
+                if number % 20 == 0:
+                    store.snapshot()
+    os.waitpid(child, 0)
+    os.write(1, b"gone\\n")
+"""
+
+
+def test_kill_9(tmp_path):
+    """Wherever it is: what it said it had committed is there, and at most one record more."""
+    folder, chance = tmp_path / "data", random.Random(0)
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, Path(__file__).parent],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    )
+    acknowledged = kills = 0
+    with process:
+        while kills < 25 or acknowledged <= 100:
+            kills += 1
+            print(folder, file=process.stdin, flush=True)
+            victim = int(process.stdout.readline().removeprefix("pid "))
+            with pytest.raises(BlockingIOError):
+                opened(folder)
+            time.sleep(chance.uniform(0, 0.05))
+            os.kill(victim, signal.SIGKILL)
+            while (line := process.stdout.readline()) != "gone\n":
+                assert int(line) == acknowledged + 1
+                acknowledged += 1
+            with opened(folder, keep_snapshots=2) as store:
+                assert acknowledged <= store.last <= acknowledged + 1
+                acknowledged = store.last
+                if acknowledged:
+                    assert store.state_at().sources["kjv"].fields == {"next": acknowledged}
+        process.stdin.close()
+    assert not verify(folder).damage
 
 
 # --- damage
 
 
-def small_store():
-    """Snapshots of versions 2 and 4 on disk, and a rollback."""
-    disk, oracle = Disk(), Oracle()
-    with opened(disk) as store:
-        for step in [("lesson", 4, 1), ("lesson", 7, 0), "snapshot", ("lesson", 4, 2), ("lesson", 2, 0),
-                     "snapshot", ("lesson", 4, 0), ("lesson", 4, 1)]:  # fmt: skip
-            if step == "snapshot":
-                store.snapshot()
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A store that was closed, with roots, snapshots, an erased source and a rollback; and the same as it was
+    when it was killed, with a write-ahead log."""
+    folder, oracle = tmp_path_factory.mktemp("small"), Oracle()
+    store = opened(folder / "data", keep_snapshots=2)
+    steps = [("lesson", 4, 1), ("lesson", 3, 1), "snapshot", ("lesson", 4, 2), ("lesson", 2, 0), "snapshot"]
+    steps += [("lesson", 4, 5), ("erase", 1, 0), ("lesson", 5, 1), "snapshot", ("rollback", 1, 6)]
+    for step in [*steps, ("lesson", 4, 1), ("lesson", 4, 9)]:
+        if step == "snapshot":
+            store.snapshot()
+        else:
+            commit(store, oracle, *step)
+    assert store.oldest > 0
+    shutil.copytree(folder / "data", folder / "killed")
+    store.close()
+    for name in ("data", "killed"):
+        assert not verify(folder / name).damage
+    assert (folder / "killed" / "lessons.db-wal").stat().st_size > 4096
+    return folder, oracle
+
+
+def damaged_copy(small, which, name, change, target):
+    shutil.rmtree(target, ignore_errors=True)
+    shutil.copytree(small[0] / which, target)
+    path = target / name
+    path.write_bytes(change(path.read_bytes()))
+    return target
+
+
+def flip(bit):
+    def change(data):
+        changed = bytearray(data)
+        changed[bit // 8] ^= 1 << bit % 8
+        return bytes(changed)
+
+    return change
+
+
+def is_named_or_harmless(folder, oracle):
+    """True where the damage was named, False where everything is to the bit as it was."""
+    try:
+        with opened(folder, keep_snapshots=2) as store:
+            assert store.last == oracle.last
+            for version in range(store.oldest, store.last + 1):
+                oracle.compare(store.state_at(version))
+    except StoreDamaged as error:
+        assert "lessons.db" in str(error)  # noqa: PT017
+        return True
+    return False
+
+
+def places(small, which, name, count, seed):
+    size, chance = (small[0] / which / name).stat().st_size, random.Random(seed)
+    header = range(8 * 100) if name.endswith(".db") else range(8 * 32)
+    return [*header[::3], *(chance.randrange(8 * size) for _ in range(count))]
+
+
+@pytest.mark.parametrize(("which", "name"), [("data", "lessons.db"), ("killed", "lessons.db-wal")])
+def test_a_flipped_bit_is_named_or_harmless(small, tmp_path, which, name):
+    named = 0
+    bits = places(small, which, name, 200, 1)
+    for bit in bits:
+        folder = damaged_copy(small, which, name, flip(bit), tmp_path / "copy")
+        report = verify(folder)
+        is_named = is_named_or_harmless(folder, small[1])
+        assert not is_named or report.damage, f"a start refuses bit {bit}, and verify does not find it"
+        named += bool(report.damage)
+    assert named > 0.3 * len(bits)
+
+
+def test_a_log_cut_short_is_named(small, tmp_path):
+    """SQLite takes it for the end of what was written; the record that was acknowledged tells."""
+    size = (small[0] / "killed" / "lessons.db-wal").stat().st_size
+    chance = random.Random(2)
+    for cut in [0, 1, 31, 32, 33, *(chance.randrange(size) for _ in range(30)), size - 1]:
+        folder = damaged_copy(
+            small, "killed", "lessons.db-wal", lambda data, cut=cut: data[:cut], tmp_path / "c"
+        )
+        report = verify(folder)
+        assert is_named_or_harmless(folder, small[1]) == bool(report.damage)
+        if cut < 32:
+            assert "was acknowledged, and the last one here is" in str(report.damage[0])
+    folder = damaged_copy(small, "killed", "lessons.db-wal", lambda data: data, tmp_path / "c")
+    (folder / "lessons.db-wal").unlink()
+    with pytest.raises(StoreDamaged, match="its end or its -wal file was damaged or removed"):
+        opened(folder)
+    (folder / "acknowledged").unlink()  # as the message says, for whoever means it
+    with opened(folder) as store:
+        assert store.last < small[1].last
+
+
+def test_a_database_cut_short_is_named(small, tmp_path):
+    size = (small[0] / "data" / "lessons.db").stat().st_size
+    for cut in [0, 1, 99, 100, 512, *range(1024, size, 2048), size - 1]:
+        folder = damaged_copy(
+            small, "data", "lessons.db", lambda data, cut=cut: data[:cut], tmp_path / "copy"
+        )
+        assert verify(folder).damage
+        assert is_named_or_harmless(folder, small[1])
+    (folder / "lessons.db").unlink()
+    with pytest.raises(StoreDamaged, match="was acknowledged, and the last one here is 0"):
+        opened(folder)
+    assert not (folder / "lessons.db").exists()
+
+
+def test_damaged_snapshots_never_stop_a_start(small, tmp_path):
+    """They are named, and the records serve every version."""
+    for which, name in (("data", "snapshots.db"), ("killed", "snapshots.db-wal"), ("killed", "snapshots.db")):
+        found = 0
+        for bit in places(small, which, name, 80, 3)[::3]:
+            folder = damaged_copy(small, which, name, flip(bit), tmp_path / "copy")
+            found += bool(verify(folder).damage)
+            assert not is_named_or_harmless(folder, small[1])
+        assert found or name != "snapshots.db"
+    for data in (b"", b"no database", bytes(5000)):
+        folder = damaged_copy(small, "data", "snapshots.db", lambda _, data=data: data, tmp_path / "copy")
+        assert not is_named_or_harmless(folder, small[1])
+
+
+def test_a_damaged_snapshot_is_told_and_made_anew(small, tmp_path):
+    folder = damaged_copy(small, "data", "snapshots.db", lambda data: data, tmp_path / "copy")
+    with sqlite3.connect(folder / "snapshots.db") as database:
+        database.execute("UPDATE parts SET delta = zeroblob(length(delta))")
+        versions = [version for (version,) in database.execute("SELECT version FROM states")]
+    database.close()
+    assert versions
+    with opened(folder, keep_snapshots=2) as store:
+        for version in (*versions, store.last):
+            small[1].compare(store.state_at(version))
+        assert "snapshots were damaged, and are made anew from the records" in store.recovered
+        assert str(folder) not in store.recovered
+        store.snapshot()
+        small[1].compare(store.state_at())
+    assert not verify(folder).damage
+
+
+def test_snapshots_that_are_lost_while_a_server_runs(small, tmp_path):
+    folder = damaged_copy(small, "data", "snapshots.db", lambda data: data, tmp_path / "copy")
+    with opened(folder, keep_snapshots=2) as store:
+        for data in (bytes(12_288), b"", None):
+            if data is None:
+                (folder / "snapshots.db").unlink()
             else:
-                commit(store, oracle, step)
-    return disk, oracle
+                (folder / "snapshots.db").write_bytes(data)
+            for version in range(store.oldest, store.last + 1):
+                small[1].compare(store.state_at(version))
+        store.commit("lesson", **lesson(source="more"))
+    with opened(folder, keep_snapshots=2) as store:
+        assert store.last == small[1].last + 1
+        store.snapshot()
+    assert not verify(folder).damage
 
 
-def flipped(disk, path, bit):
-    data = bytearray(disk.cache[path].cache)
-    data[bit // 8] ^= 1 << bit % 8
-    return Disk({each: bytes(file.cache) for each, file in disk.cache.items()} | {path: bytes(data)})
+def test_either_line_of_what_was_acknowledged(small, tmp_path):
+    size = (small[0] / "data" / "acknowledged").stat().st_size
+    for bit in range(0, 8 * size, 5):
+        folder = damaged_copy(small, "data", "acknowledged", flip(bit), tmp_path / "copy")
+        assert not is_named_or_harmless(folder, small[1])
+    for data, error in ((b"x" * size, "neither of its two lines"), (b"", None), (bytes(size), None)):
+        folder = damaged_copy(small, "data", "acknowledged", lambda _, data=data: data, tmp_path / "copy")
+        assert bool(verify(folder).damage) == (error is not None)
+        if error:
+            with pytest.raises(StoreDamaged, match=error):
+                opened(folder)
 
 
-def test_a_flipped_bit_is_refused_where_it_is_needed():
-    disk, oracle = small_store()
-    chance = random.Random(0)
-    for version in (2, 4):
-        path = FOLDER / "snapshots" / f"{version:020d}"
-        size = 8 * len(disk.cache[path].cache)
-        for bit in [*range(0, 8 * 120, 7), *(chance.randrange(size) for _ in range(150)), size - 1]:
-            damaged = flipped(disk, path, bit)
-            before = damaged.data()
-            report = verify(FOLDER, files=damaged)
-            assert [error.path for error in report.damage] == [path]
-            assert report.damage[0].offset <= bit // 8
-            assert report.snapshots[version] is report.damage[0]
-            if version == 4:
-                with pytest.raises(JournalDamaged, match=f"{path}, byte {report.damage[0].offset}: "):
-                    opened(damaged)
-                assert damaged.data() == before
-                assert not damaged.handles
-                continue
-            with opened(damaged) as store:  # nothing of it is needed for the newest versions
-                for usable in (0, 1, 4, 5, 6):
-                    oracle.compare(store.state_at(usable))
-                with pytest.raises(JournalDamaged, match=f"{path}, byte"):
-                    store.state_at(3)
+REPEAT = """INSERT INTO records SELECT 11, kind, source, target, NULL, sender, content, answer, fields, at,
+delta_sha256, chain, delta FROM records WHERE number = 10"""
 
 
-def test_any_bit_of_a_journal_is_refused_but_in_its_last_record():
-    disk, oracle = small_store()
-    chance = random.Random(1)
-    paths = [path for path in disk.cache if path.name.startswith("journal-")]
-    assert len(paths) == 3
-    for path in paths:
-        data = disk.cache[path].cache
-        end = len(data) if path != paths[-1] else data.rindex(data[24:40])
-        for _ in range(60):
-            bit = chance.randrange(8 * end)
-            damaged = flipped(disk, path, bit)
-            with pytest.raises(JournalDamaged) as caught:
-                opened(damaged)
-            assert caught.value.path == path
-            assert caught.value.offset <= bit // 8
-            assert str(verify(FOLDER, files=damaged).damage[0]) == str(caught.value)
-    torn = flipped(disk, paths[-1], 8 * len(disk.cache[paths[-1]].cache) - 1)
-    with opened(torn) as store:
-        assert "torn off" in store.recovered
-        assert store.last == 5
-        oracle.compare(store.state_at())
+@pytest.mark.parametrize(
+    ("statement", "record"),
+    [
+        ("DELETE FROM records WHERE number = 5", 5),
+        ("DELETE FROM records WHERE number = (SELECT max(number) FROM records)", 10),
+        ("DELETE FROM records WHERE number = 1", 1),
+        ("UPDATE records SET number = 100 WHERE number = 5", 5),
+        ("UPDATE records SET number = 50 - number WHERE number IN (5, 45)", 5),
+        ("UPDATE records SET source = 'other' WHERE number = 5", 5),
+        ("UPDATE records SET kind = 'drop' WHERE number = 5", 5),
+        ("UPDATE records SET answer = '{}' WHERE number = 5", 5),
+        ("UPDATE records SET at = at || ' ' WHERE number = 5", 5),
+        ("UPDATE records SET sender = 'bob' WHERE number = 5", 5),
+        ("UPDATE records SET target = 5 WHERE kind = 'rollback'", 8),
+        ("UPDATE records SET chain = (SELECT chain FROM records WHERE number = 4) WHERE number = 5", 5),
+        ("UPDATE records SET delta = (SELECT delta FROM records WHERE number = 9) WHERE number = 10", 10),
+        ("UPDATE records SET delta = NULL WHERE number = 10", 10),
+        ("UPDATE records SET delta = CAST(delta AS TEXT) WHERE number = 10", None),
+        (REPEAT, 11),
+        ("UPDATE parts SET delta = NULL", None),
+        ("DELETE FROM parts WHERE id = (SELECT max(id) FROM parts)", None),
+        ("DELETE FROM states", None),
+        ("UPDATE about SET identity = 'other'", None),
+        ("PRAGMA user_version = 2", None),
+        ("PRAGMA application_id = 2", None),
+        ("ALTER TABLE records ADD COLUMN more", None),
+    ],
+)
+def test_removed_repeated_moved_and_altered_records_are_named(small, tmp_path, statement, record):
+    folder = damaged_copy(small, "data", "lessons.db", lambda data: data, tmp_path / "copy")
+    with sqlite3.connect(folder / "lessons.db") as database:
+        database.execute(statement)
+    database.close()
+    report = verify(folder)
+    assert report.damage
+    if record is not None:
+        assert report.damage[0].record == record
+        assert f"lessons.db, record {record}: " in str(report.damage[0])
+    (folder / "snapshots.db").unlink()
+    with pytest.raises(ValueError, match=r"lessons\.db|belongs to"), opened(folder) as store:
+        store.state_at()
 
 
-def test_snapshots_cut_short_or_of_another_store():
-    disk, _ = small_store()
-    path = FOLDER / "snapshots" / f"{4:020d}"
-    data = {each: bytes(file.cache) for each, file in disk.cache.items()}
-    end = data[path].rindex(data[path][24:40])
-    other = small_store()[0].cache[path].cache
-    for changed, offset in [
-        (data[path][:end], end), (data[path][:-1], end), (b"", 0), (data[path] + b"more", len(data[path])),
-        (data[path] + data[path][end:], len(data[path])), (bytes(other), 0),
-        (data[path.with_name(f"{2:020d}")], 0),
-    ]:  # fmt: skip
-        with pytest.raises(JournalDamaged) as caught:
-            opened(Disk(data | {path: changed}))
-        assert (caught.value.path, caught.value.offset) == (path, offset)
-    with pytest.raises(JournalDamaged, match="the journal ends at record 2: its end is missing"):
-        opened(Disk({each: value for each, value in data.items() if each.name[-1:] not in "35"}))
-    with pytest.raises(ValueError, match="there is no snapshot from which version 6"):
-        opened(Disk({each: value for each, value in data.items() if each.name == f"journal-{5:020d}"}))
-    with pytest.raises(ValueError, match="not of 'other'"):
-        opened(Disk(data), identity="other")
+def test_history_of_a_copy_that_went_its_own_way(small, tmp_path):
+    """Every record is whole and every hash is right; it is not what was acknowledged here."""
+    folder = damaged_copy(small, "data", "lessons.db", lambda data: data, tmp_path / "copy")
+    other = damaged_copy(small, "data", "lessons.db", lambda data: data, tmp_path / "other")
+    for each, source in ((folder, "ours"), (other, "theirs")):
+        with opened(each) as store:
+            store.commit("lesson", **lesson(source=source))
+    shutil.copy(other / "lessons.db", folder / "lessons.db")
+    with pytest.raises(StoreDamaged, match="not the one that was acknowledged"):
+        opened(folder)
 
 
-def test_records_of_something_else():
-    disk = Disk()
-    with Journal.open(FOLDER / "journal", identity="base", files=disk) as journal:
-        journal.append("lesson", {"number": 1})
-    with pytest.raises(ValueError, match="record 1 is whole but not one of ours"):
-        opened(disk)
-    assert not disk.handles
+def test_a_promise_that_cannot_be_written_denies_no_commit(tmp_path, monkeypatch, caplog):
+    def broken(*_, **__):
+        raise OSError(5, "Input/output error")
+
+    with opened(tmp_path) as store:
+        monkeypatch.setattr(Acknowledged, "write", broken)
+        assert store.commit("lesson", **lesson()) == 1
+        monkeypatch.undo()
+        assert "was not brought up to date" in caplog.text
+    with opened(tmp_path) as store:
+        assert store.last == 1

@@ -8,12 +8,14 @@ import pytest
 import torch
 from test_learner import assert_same, learner_of, state_of, stream
 
+import attractor
 from attractor import cli
 from attractor.checkpoint import find_model
 from attractor.continual.learner import OnlineLearner
 from attractor.continual.stream import adapt
 from attractor.continual.update import NotFiniteUpdate
 from attractor.model import GPT
+from attractor.tokenizer import ByteTokenizer
 
 
 def run(*arguments):
@@ -99,7 +101,7 @@ def trained(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert run(
-            "train", "tiny_apn", "--data.source", "a.txt", "--model.context", 8, "--model.dim", 16,
+            "train", "tiny_apn", "--data", "a.txt", "--model.context", 8, "--model.dim", 16,
             "--model.num-layers", 2, "--train.max-steps", 10, "--train.batch-size", 4,
             "--train.eval-interval", 5, "--device", "cpu", "--out", "run",
         ) == 0  # fmt: skip
@@ -142,12 +144,12 @@ def test_commands(run_folder, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["adapt", "nowhere", "--data", "b.txt"], "nowhere holds neither a saved model"),
+        (["adapt", "nowhere", "--data", "b.txt"], "there is no 'nowhere' here"),
         (["adapt", "run", "--data", "nothing.txt"], "nothing.txt"),
         (["adapt", "run", "--data", "b.txt", "--update.max-change", "0"], "max_change=0.0 must be"),
         (["adapt", "run", "--data", "b.txt", "--budget", "0"], "budget=0 must be a positive integer"),
         (["adapt", "run", "--data", "b.txt", "--update.train", "attention"], "unknown roles"),
-        (["adapt", "run", "--data", "b.txt", "--resume"], "holds neither a saved model"),
+        (["adapt", "run", "--data", "b.txt", "--resume"], "run-adapted holds no adaptation to go on with"),
         (["adapt", "run", "--data", "b.txt", "--max-tokens", "0"], "max_tokens=0 must be"),
         (["adapt", "run", "--data", "b.txt", "b.txt"], "each once"),
         (["monitor", "run", "--data", "b.txt", "a.txt", "b.txt"], "3 texts"),
@@ -163,6 +165,7 @@ def test_dense_models_are_told_apart(run_folder, capsys):
     from attractor.config import GPTConfig
 
     GPT(GPTConfig(vocab_size=5, context=8, num_layers=1, num_heads=1, dim=8)).save_pretrained("dense")
+    ByteTokenizer().save("dense/tokenizer.json")
     assert run("adapt", "dense", "--data", "b.txt", "--device", "cpu") == 1
     assert "no APN layers" in capsys.readouterr().err
 
@@ -183,7 +186,7 @@ def test_a_text_that_changed_is_no_measure(run_folder, capsys):
     (run_folder / "a.txt").unlink()
     shutil.rmtree(run_folder / "data")
     assert run("monitor", "run", "--device", "cpu") == 1
-    assert "Without the validation text of run, name another one" in capsys.readouterr().err
+    assert "Without the validation text of run/checkpoints" in capsys.readouterr().err
 
 
 def test_samples_of_what_was_learned(run_folder, capsys):
@@ -197,7 +200,13 @@ def test_samples_of_what_was_learned(run_folder, capsys):
         written.append(capsys.readouterr().out)
     assert written[0] != written[1]
     assert run("info", "run-adapted") == 0
-    assert "overlays         b;" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "overlays         b;" in shown
+    model = attractor.load("run-adapted", device="cpu")
+    rise = 100 * math.expm1(model.model.bound(8) / 8)  # the context is 8
+    assert f"nats more in 8 tokens: its perplexity rises by at most {rise:.2f} %" in shown
+    with pytest.raises(ValueError, match="`attractor adapt --guard`"):
+        model.learn([("to be", " or")])
 
 
 def test_guarded(run_folder, capsys):
@@ -262,7 +271,7 @@ def test_guard_settings_need_the_guard(run_folder, capsys):
 def test_unlabelled(run_folder, capsys):
     options = ("--guard", "--unlabelled", "--device", "cpu")
     assert run(
-        "train", "tiny_apn", "--data.source", "a.txt", "--model.context", 8, "--model.dim", 16,
+        "train", "tiny_apn", "--data", "a.txt", "--model.context", 8, "--model.dim", 16,
         "--model.num-layers", 2, "--train.max-steps", 150, "--train.batch-size", 4, "--train.learning-rate",
         "1e-2", "--device", "cpu", "--out", "taught",
     ) == 0  # fmt: skip

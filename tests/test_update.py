@@ -9,11 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_layer import build, every_variant
 
+from attractor.continual.allocate import grow, reset_patch
 from attractor.continual.config import UpdateConfig
+from attractor.continual.delta import bits
 from attractor.continual.update import (
     LocalUpdate,
     NotFiniteUpdate,
     all_finite,
+    delta_of,
     most_specific,
     taught_patches,
     used_patches,
@@ -57,6 +60,38 @@ def test_untaught_patches_keep_their_bytes(variant, rule):
                     assert not torch.equal(value[taught], before[key][taught]), key
             else:
                 assert torch.equal(value, before[key]), key
+
+
+@pytest.mark.parametrize("rule", ["sgd", "adamw"])
+def test_what_an_attempt_changed_is_told_by_what_it_overwrote(rule):
+    """Several steps, a patch that is made anew, growth: the rows that were written, as they are now."""
+    layer = build(num_patches=8, top_k=2)
+    trained = (*EVERYTHING_BY_PATCH, "encoder")
+    update = LocalUpdate({0: layer}, UpdateConfig(train=trained, rule=rule))
+
+    def named():
+        return {**dict(layer.named_parameters()), **update.state_dict()}
+
+    for taught, more in (([1, 5], None), ([], None), ([2], "forget"), ([0], "grow")):
+        before, copied, undo = named(), bytes_of(layer, update), []
+        for step in range(2):
+            random_gradients(layer, step)
+            update.step({0: torch.tensor(taught, dtype=torch.int64)}, undo=undo)
+        if more == "forget":
+            reset_patch(layer, 7, undo)
+            update.forget(0, 7, undo)
+        if more == "grow":
+            grow(layer, undo)
+            update.follow(0, undo)
+        delta = delta_of(before, named(), undo)
+        delta.check()
+        delta.apply(copied)
+        after = bytes_of(layer, update)
+        assert all(torch.equal(bits(value), bits(copied[name])) for name, value in after.items())
+        if more != "grow":
+            rows = {row for numbers, _ in delta.rows.values() for row in numbers.tolist()}
+            assert rows == {*taught, *([7] if more else [])}
+            assert {ROLES[name.removeprefix("0.").split(".")[0]] for name in delta.whole} <= {"encoder"}
 
 
 @pytest.mark.parametrize("rule", ["sgd", "adamw"])
@@ -273,8 +308,8 @@ def test_mistakes():
     layer = build()
     with pytest.raises(ValueError, match="no APN layers"):
         LocalUpdate({}, UpdateConfig())
-    with pytest.raises(ValueError, match=r"unknown roles \['attention'\]"):
-        LocalUpdate({0: layer}, UpdateConfig(train=("attention",)))
+    with pytest.raises(ValueError, match=r"train: unknown roles \['decoder'\]; allowed: .*decoders"):
+        UpdateConfig(train=("decoder",))
     with pytest.raises(ValueError, match="no parameters with the roles"):
         LocalUpdate({0: layer}, UpdateConfig(train=("base",)))
     with pytest.raises(ValueError, match="needs independent decoders"):

@@ -2,31 +2,33 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-import torch
-
-from attractor import bench, distributed, presets
+from attractor import presets
+from attractor.cli.common import Device, JSONFile, otherwise
 from attractor.config import check_choice, check_size
-from attractor.results import write_result
 
 
 @dataclass(kw_only=True)
 class BenchLayer:
     """Time the layer beside the dense FFN, an adapter and an MoE: forward, backward, memory."""
 
-    device: str | None = None
-    """cpu, cuda, cuda:1, ... (default: the GPU if there is one)."""
-    dtype: Literal["bfloat16", "float16", "float32"] | None = None
-    """Default: bfloat16 on a GPU, float32 on a CPU."""
+    device: Device = None
+    """cpu, cuda, cuda:1, ..."""
+    dtype: Annotated[
+        Literal["bfloat16", "float16", "float32"] | None,
+        otherwise("bfloat16 on a GPU, float32 on a CPU", "NAME"),
+    ] = None
     sweep: bool = False
     """Many sizes around the paper's instead of the four of docs/performance.md."""
     rounds: int = 1
     """Take turns this often and give medians; 3 or more on a machine that does other work."""
-    json: Path | None = None
-    """Where the JSON goes (default: nowhere)."""
+    json: JSONFile = None
+    """Where the JSON goes."""
 
     def run(self) -> None:
+        from attractor import bench, distributed
+
         device = distributed.parse_device(self.device)
         check_size("rounds", self.rounds)
         dtype = self.dtype or ("bfloat16" if device.type == "cuda" else "float32")
@@ -44,10 +46,14 @@ class BenchTrain:
     presets: tuple[str, str] = ("paper_dense", "paper_apn")
     """The first is what the second is compared with."""
     steps: int = 60
-    device: str | None = None
-    json: Path | None = None
+    device: Device = None
+    """cpu, cuda, cuda:1, ..."""
+    json: JSONFile = None
+    """Where the JSON goes."""
 
     def run(self) -> None:
+        from attractor import bench, distributed
+
         device = distributed.parse_device(self.device)
         check_size("steps", self.steps)
         _check_presets(self.presets)
@@ -63,10 +69,16 @@ class BenchDecode:
 
     presets: tuple[str, str] = ("paper_dense", "paper_apn")
     streams: tuple[int, ...] = (1, 64)
-    device: str | None = None
-    json: Path | None = None
+    device: Device = None
+    """cpu, cuda, cuda:1, ..."""
+    json: JSONFile = None
+    """Where the JSON goes."""
 
     def run(self) -> None:
+        import torch
+
+        from attractor import bench, distributed
+
         device = distributed.parse_device(self.device)
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         _check_presets(self.presets)
@@ -81,11 +93,16 @@ class BenchDecode:
         _write(self.json, "bench decode", {"dtype": str(dtype)}, results=results)
 
 
+BENCH = {"layer": BenchLayer, "train": BenchTrain, "decode": BenchDecode}
+
+
 def _check_presets(names: tuple[str, ...]) -> None:
     for name in names:
         check_choice("preset", name, tuple(presets.NAMES))
 
 
 def _write(path: Path | None, experiment: str, config: dict[str, Any], **values: Any) -> None:
+    from attractor.results import write_result
+
     if path is not None:
         write_result(path, {"experiment": experiment, "config": config, "seed": 0, **values})

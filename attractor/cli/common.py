@@ -1,28 +1,56 @@
-"""What several verbs need: the text of a run, and a bar that follows one."""
+"""What several verbs need: the text of a run, a bar that follows one, and options that are spelled once.
+
+Nothing here imports torch before a verb runs.
+"""
 
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import numpy as np
+import tyro
 
-from attractor.checkpoint import find_model
 from attractor.config import RunConfig
-from attractor.continual.update import NotFiniteUpdate
-from attractor.corpora import CorpusUnavailable
-from attractor.data import Dataset, prepare, read_text
-from attractor.tokenizer import Tokenizer, describe
-from attractor.tokenizer import load as load_tokenizer
-from attractor.trainer import NotFiniteLoss
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from attractor.data import Dataset
+    from attractor.tokenizer import Tokenizer
 
 INTERRUPTED = 75
 """Exit code of a run that a signal stopped after saving: run it again with --resume auto."""
-MISTAKES = (ValueError, OSError, CorpusUnavailable, NotFiniteLoss, NotFiniteUpdate)
-"""What a person is told in a line, and not by a traceback."""
 
 
-def dataset_of(config: RunConfig) -> Dataset:
+def otherwise(what: str, shown: str) -> Any:
+    """For an option whose default says nothing: what happens then, and what is shown in place of its type."""
+
+    def hint(default: str) -> str:
+        return f"(default: {what if default in ('None', '') else default})"
+
+    return tyro.conf.arg(help_behavior_hint=hint, metavar=shown)
+
+
+Device = Annotated[str | None, otherwise("the GPU if there is one", "NAME")]
+JSONFile = Annotated[Path | None, otherwise("nowhere", "PATH")]
+ModelName = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
+
+
+Kind = type[Exception]
+
+
+def mistakes() -> tuple[Kind, Kind, Kind, Kind, Kind]:
+    """What a person is told in a line, and not by a traceback."""
+    from attractor.continual.update import NotFiniteUpdate
+    from attractor.corpora import CorpusUnavailable
+    from attractor.trainer import NotFiniteLoss
+
+    return (ValueError, OSError, CorpusUnavailable, NotFiniteLoss, NotFiniteUpdate)
+
+
+def dataset_of(config: RunConfig) -> "Dataset":
+    from attractor.data import Dataset, prepare
+
     data = config.data
     folder = Path(data.source)
     if (folder / "meta.json").is_file():
@@ -36,25 +64,40 @@ def dataset_of(config: RunConfig) -> Dataset:
     )
 
 
-def validation_text(run: Path) -> np.ndarray | None:
-    """The validation tokens of a run, if it tells which text it learned."""
-    folder = find_model(run)
-    if not (folder / "run.json").is_file():
+def run_folder(model: str | Path) -> Path | None:
+    """Where the model of a run lies, if it is a run or a saved model of ours."""
+    from attractor.checkpoint import find_model
+    from attractor.front import adapter_folder
+
+    place = Path(model)
+    return find_model(place) if place.is_dir() and adapter_folder(place) is None else None
+
+
+def validation_text(folder: Path | None) -> "np.ndarray | None":
+    """The validation tokens of a run whose model is in this folder, if it tells which text it learned."""
+    import numpy as np
+
+    from attractor.tokenizer import load as load_tokenizer
+
+    if folder is None or not (folder / "run.json").is_file():
         return None
     try:
         dataset = dataset_of(RunConfig.from_json((folder / "run.json").read_text()))
     except ValueError as error:
-        raise ValueError(f"{error}. Without the validation text of {run}, name another one") from error
+        raise ValueError(f"{error}. Without the validation text of {folder}, name another one") from error
     if dataset.tokenizer != load_tokenizer(folder / "tokenizer.json"):
         raise ValueError(
-            f"the text of {run} has changed since: its characters or words have other numbers now. Name "
+            f"the text of {folder} has changed since: its characters or words have other numbers now. Name "
             "another text"
         )
     return np.asarray(dataset.val).astype(np.int64)
 
 
-def known_tokens(source: str, tokenizer: Tokenizer, most: int | None = None) -> np.ndarray:
+def known_tokens(source: str, tokenizer: "Tokenizer", most: int | None = None) -> "np.ndarray":
     """The text in a vocabulary that may not know all of its characters; those are left out, and told."""
+    from attractor.data import read_text
+    from attractor.tokenizer import describe
+
     tokens, dropped = tokenizer.encode_known(read_text(source))
     if dropped:
         print(f"{source}: left out {describe(dropped)}, which the model does not know", file=sys.stderr)

@@ -1,41 +1,52 @@
-"""attractor adapt|monitor"""
+"""attractor adapt|overlays|monitor"""
 
 import dataclasses
 import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Union
 
-import numpy as np
 import tyro
 
-from attractor import distributed, health
-from attractor.checkpoint import find_model
-from attractor.cli.common import INTERRUPTED, known_tokens, validation_text
+from attractor.cli.common import (
+    INTERRUPTED,
+    Device,
+    JSONFile,
+    ModelName,
+    known_tokens,
+    otherwise,
+    run_folder,
+    validation_text,
+)
 from attractor.config import RunConfig, check_size
 from attractor.continual.config import AlsoName, AttentionName, GuardConfig, LearnConfig
-from attractor.continual.guard import BASE
-from attractor.continual.guarded import GuardedLearner
-from attractor.continual.learner import OnlineLearner
-from attractor.continual.stream import adapt
-from attractor.model import GPT
-from attractor.results import write_result
-from attractor.tokenizer import Tokenizer
-from attractor.tokenizer import load as load_tokenizer
-from attractor.trainer import stop_on_signal
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from attractor.continual.guarded import GuardedLearner
+    from attractor.continual.learner import OnlineLearner
+    from attractor.tokenizer import Tokenizer
+
+    Learner = Union[OnlineLearner, GuardedLearner]  # noqa: UP007 (names in quotes elsewhere)
+
+CONTEXT = 512
+"""Tokens that a Hugging Face model is given at most while it learns."""
+WATCHED = 64
+"""And while its routers are watched: 64 windows are read at a time, and its vocabulary is large."""
 
 
 @dataclass(kw_only=True)
 class Adapt:
     """Keep learning: teach a trained model new texts, patch by patch, and watch what it forgets."""
 
-    run_folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(name="run")]
-    """A run, a saved model, or the folder of an earlier adaptation."""
+    model: ModelName
+    """A run, a saved model, a retrofit, or the folder of an earlier adaptation."""
     data: tuple[str, ...]
-    """Names of `attractor data list` or files, learned one after the other."""
-    out: Path | None = None
-    """Gets learner/, log.jsonl and summary.json (default: RUN-adapted)."""
+    """Names of `attractor data list`, files, folders or quoted globs, learned one after the other."""
+    out: Annotated[Path | None, otherwise("MODEL-adapted", "PATH")] = None
+    """Gets learner/, log.jsonl and summary.json; every verb takes this folder as a MODEL."""
     resume: bool = False
     """Go on with an adaptation that was stopped."""
     guard: bool = False
@@ -52,29 +63,37 @@ class Adapt:
     """With --guard, what else an overlay may change; tokens the base never saw need "embedding"."""
     switch_rate: float = GuardConfig.switch_rate
     """With --guard, for texts that change in between; instead of pausing paths that hardly count."""
-    max_overlays: int | None = None
-    """With --guard, how many there may be (default: 8, or as many as the learner has been given)."""
+    max_overlays: Annotated[int | None, otherwise("8, or as many as the learner has been given", "INT")] = (
+        None
+    )
+    """With --guard, how many there may be."""
     learn: Annotated[LearnConfig, tyro.conf.arg(name="")] = field(default_factory=LearnConfig)
-    canary: str | None = None
-    """What must not be forgotten: a name or a file (default: the run's own validation text)."""
+    canary: Annotated[str | None, otherwise("the run's own validation text", "TEXT")] = None
+    """What must not be forgotten: a name or a file."""
     canary_tokens: int = 16_384
     """How much of it is read each time."""
-    max_tokens: int | None = None
+    max_tokens: Annotated[int | None, otherwise("all", "INT")] = None
     """Of each text, from its start."""
+    context: Annotated[int | None, otherwise(f"{CONTEXT}, or that of its overlays", "INT")] = None
+    """Of a retrofit: the longest sequence, in tokens."""
     every: int = 16_384
     """Tokens from one line of the log to the next."""
-    device: str | None = None
-    """cpu, cuda, cuda:1, ... (default: the GPU if there is one)."""
+    device: Device = None
+    """cpu, cuda, cuda:1, ..."""
 
     def run(self) -> int:
-        run = self.run_folder.resolve()
+        from attractor.continual.guarded import GuardedLearner
+        from attractor.continual.stream import adapt
+        from attractor.results import write_result
+        from attractor.trainer import stop_on_signal
+
+        run = Path(self.model).resolve()
         out = self.out or run.with_name(run.name + "-adapted")
         for name in ("every", "canary_tokens", *(["max_tokens"] if self.max_tokens is not None else [])):
             check_size(name, getattr(self, name))
         _check_different(self.data)
         learner = self._learner(out)
-        if learner.tokenizer is None:
-            raise ValueError(f"{self.run_folder} holds no tokenizer.json: its tokens are not known")
+        assert learner.tokenizer is not None, "loading refuses a model without one"
         names = self._names(learner)
         texts = {
             name: known_tokens(source, learner.tokenizer, self.max_tokens)
@@ -101,11 +120,18 @@ class Adapt:
             {"experiment": "adapt", "config": learner.config.to_dict(), "seed": None, **summary},
         )
         print(_told(summary))
+        if isinstance(learner, GuardedLearner):
+            from attractor.cli.models import bound_of
+
+            print(bound_of(learner.guard))
         print(f"written to {out}" + ("; --resume goes on" if summary["interrupted"] else ""))
         return INTERRUPTED if summary["interrupted"] else 0
 
-    def _names(self, learner: OnlineLearner | GuardedLearner) -> tuple[str, ...]:
+    def _names(self, learner: "Learner") -> tuple[str, ...]:
         """What the texts are called: overlays after their files, without folders and endings."""
+        from attractor.continual.guard import BASE
+        from attractor.continual.guarded import GuardedLearner
+
         if not isinstance(learner, GuardedLearner):
             return self.data
         plain = (re.sub(r"[^A-Za-z0-9._-]+", "-", Path(source).stem) for source in self.data)
@@ -120,43 +146,68 @@ class Adapt:
             )
         return names
 
-    def _learner(self, out: Path) -> OnlineLearner | GuardedLearner:
+    def _learner(self, out: Path) -> "Learner":
         """A new one, or the one that was stopped."""
-        device = distributed.parse_device(self.device)
         pause = 0.0 if self.switch_rate else GuardConfig.pause
         mix = GuardConfig(
-            learn=self.learn, prior=self.prior, attention=self.attention, attention_rank=self.attention_rank,
-            also=self.also, switch_rate=self.switch_rate, pause=pause,
-        )  # fmt: skip
+            learn=self.learn,
+            prior=self.prior,
+            attention=self.attention,
+            attention_rank=self.attention_rank,
+            also=self.also,
+            switch_rate=self.switch_rate,
+            pause=pause,
+        )
         given = self.unlabelled or self.max_overlays is not None or mix != GuardConfig(learn=self.learn)
         if not self.guard and given:
             raise ValueError("settings of the guard were given without --guard")
-        found = find_model(out / "learner" if self.resume else self.run_folder)
         if not self.resume and (out / "learner").exists():
             raise ValueError(f"{out} holds an adaptation already; --resume goes on, --out starts another")
-        was_guarded, was_plain = ((found / name).is_file() for name in ("guard.json", "learner.json"))
+        if self.resume and not (out / "learner").exists():
+            raise ValueError(f"{out} holds no adaptation to go on with: leave --resume out")
+        from attractor.continual.guarded import GuardedLearner
+        from attractor.continual.learner import OnlineLearner
+        from attractor.front import adapter_folder, load
+
+        place = out / "learner" if self.resume else Path(self.model)
+        is_retrofit = adapter_folder(place) is not None
+        if self.context is not None and not is_retrofit:
+            raise ValueError(f"--context is for retrofits: that of {place} is its own")
+        context = self.context or CONTEXT if is_retrofit and not _has_overlays(place) else self.context
+        model = load(place if self.resume else self.model, device=self.device, context=context)
+        if model.folder is None:
+            raise ValueError(
+                f"{self.model} has no APN layers that could learn a text: `attractor retrofit {self.model} "
+                "--data TEXT` gives it some, and `attractor teach` teaches it facts"
+            )
+        was_guarded, was_plain = model.guarded is not None, (model.folder / "learner.json").is_file()
         if self.resume and was_guarded != self.guard:
             how = "with" if was_guarded else "without"
             raise ValueError(f"{out} was adapted {how} --guard; go on like that")
         if was_guarded and not self.guard:
-            raise ValueError(f"{found} holds overlays over a base; --guard learns on with them")
+            raise ValueError(f"{model.folder} holds overlays over a base; --guard learns on with them")
         has_settings = was_guarded or (was_plain and not self.guard)
         if has_settings and mix != GuardConfig():
-            raise ValueError(f"{found} is a learner with settings of its own; leave yours out")
-        learner: OnlineLearner | GuardedLearner
-        if self.guard:
-            learner = GuardedLearner.load(found, None if has_settings else mix, device=device)
-            if self.max_overlays is not None:
-                learner.config = dataclasses.replace(learner.config, max_overlays=self.max_overlays)
+            raise ValueError(f"{model.folder} is a learner with settings of its own; leave yours out")
+        learner: Learner
+        if model.guarded is not None:
+            learner = model.guarded
+        elif self.guard:
+            learner = GuardedLearner(model.model, model.tokenizer, mix)
+        elif was_plain:
+            learner = OnlineLearner.load(model.folder, model=model.model, device=model.device)
+            learner.tokenizer = model.tokenizer
         else:
-            learner = OnlineLearner.load(found, None if has_settings else self.learn, device=device)
+            learner = OnlineLearner(model.model, model.tokenizer, self.learn)
+        if isinstance(learner, GuardedLearner) and self.max_overlays is not None:
+            learner.config = dataclasses.replace(learner.config, max_overlays=self.max_overlays)
         learner.notes = learner.notes if self.resume else {}
         return learner
 
-    def _canary(self, tokenizer: Tokenizer) -> np.ndarray | None:
+    def _canary(self, tokenizer: "Tokenizer") -> "np.ndarray | None":
         if self.canary is not None:
             return known_tokens(self.canary, tokenizer)[: self.canary_tokens]
-        found = validation_text(self.run_folder)
+        found = validation_text(run_folder(self.model))
         if found is None:
             print("no canary: the run does not tell its text; --canary names one", file=sys.stderr)
             return None
@@ -167,7 +218,7 @@ class Adapt:
 class OverlayList:
     """Name the overlays: their versions, sizes and patches."""
 
-    def act(self, learner: GuardedLearner) -> bool:
+    def act(self, learner: "GuardedLearner") -> bool:
         for name, told in learner.overlays().items():
             patches = sum(told["patches"].values())
             print(f"{name:20s} version {told['version']} (kept: {told['kept']}), {told['bytes']:,} bytes, "
@@ -183,7 +234,7 @@ class OverlayDrop:
 
     name: tyro.conf.Positional[str]
 
-    def act(self, learner: GuardedLearner) -> bool:
+    def act(self, learner: "GuardedLearner") -> bool:
         print(learner.forget(self.name))
         return True
 
@@ -196,7 +247,7 @@ class OverlayRollback:
     version: int
     """One of those that `list` shows as kept."""
 
-    def act(self, learner: GuardedLearner) -> bool:
+    def act(self, learner: "GuardedLearner") -> bool:
         learner.rollback(self.name, self.version)
         print(f"{self.name} is at version {self.version}")
         return True
@@ -209,7 +260,7 @@ class OverlayExport:
     name: tyro.conf.Positional[str]
     folder: tyro.conf.Positional[Path]
 
-    def act(self, learner: GuardedLearner) -> bool:
+    def act(self, learner: "GuardedLearner") -> bool:
         if self.folder.exists():
             raise ValueError(f"{self.folder} exists; choose a new folder")
         learner.export(self.name, self.folder)
@@ -224,7 +275,7 @@ class OverlayImport:
     folder: tyro.conf.Positional[Path]
     name: tyro.conf.Positional[str]
 
-    def act(self, learner: GuardedLearner) -> bool:
+    def act(self, learner: "GuardedLearner") -> bool:
         learner.import_overlay(self.folder, self.name)
         print(f"{self.name} is an overlay now")
         return True
@@ -242,7 +293,7 @@ class OverlayConsolidate:
     confirm: bool = False
     """Without it nothing is changed; with it there is no way back."""
 
-    def act(self, learner: GuardedLearner) -> bool:
+    def act(self, learner: "GuardedLearner") -> bool:
         if learner.tokenizer is None:
             raise ValueError("there is no tokenizer.json: the canaries cannot be read")
         canaries = {source: known_tokens(source, learner.tokenizer) for source in self.canary}
@@ -262,7 +313,7 @@ class OverlayConsolidate:
 class Overlays:
     """Look after what a guarded model has learned beside its base."""
 
-    run_folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(name="run")]
+    model: ModelName
     """What `attractor adapt --guard` wrote."""
     action: Annotated[
         Annotated[OverlayList, tyro.conf.subcommand("list")]
@@ -275,29 +326,31 @@ class Overlays:
     ]
 
     def run(self) -> None:
-        folder = find_model(self.run_folder)
-        if not (folder / "guard.json").is_file():
-            raise ValueError(f"{self.run_folder} has no overlays: `attractor adapt --guard` makes them")
-        learner = GuardedLearner.load(folder)
-        if self.action.act(learner):
-            learner.save(folder)
+        from attractor.front import load
+
+        found = load(self.model, device="cpu")
+        if found.guarded is None or found.folder is None:
+            raise ValueError(f"{self.model} has no overlays: `attractor adapt --guard` makes them")
+        if self.action.act(found.guarded):
+            found.guarded.save(found.folder)
 
 
 @dataclass(kw_only=True)
 class Monitor:
     """Show what the routers do with a text, and how much of their patches two texts share."""
 
-    run_folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(name="run")]
-    """A run, a checkpoint or a saved model."""
-    data: tuple[str, ...] = ()
-    """One text, or two to compare: names of `attractor data list` or files (default: the run's own)."""
+    model: ModelName
+    """A run, a saved model or learner, or a retrofit: anything with APN layers."""
+    data: Annotated[tuple[str, ...], otherwise("the run's own", "TEXT")] = ()
+    """One text, or two to compare: names of `attractor data list`, files, folders or quoted globs."""
     max_tokens: int = 65_536
     """Of each text."""
-    plot: Path | None = None
-    """Where the picture goes (default: RUN/monitor.png)."""
-    json: Path | None = None
-    """Where the numbers go (default: nowhere)."""
-    device: str | None = None
+    plot: Annotated[Path | None, otherwise("MODEL/monitor.png", "PATH")] = None
+    """Where the picture goes."""
+    json: JSONFile = None
+    """Where the numbers go."""
+    device: Device = None
+    """cpu, cuda, cuda:1, ..."""
 
     def run(self) -> None:
         check_size("max_tokens", self.max_tokens)
@@ -305,28 +358,43 @@ class Monitor:
             raise ValueError(f"{len(self.data)} texts: one to look at, or two to compare")
         if self.data:
             _check_different(self.data)
-        folder = find_model(self.run_folder)
-        model = GPT.from_pretrained(folder, device=distributed.parse_device(self.device))
+        from attractor import health
+        from attractor.front import load
+        from attractor.results import write_result
+
+        place = Path(self.model)
+        found = load(self.model, device=self.device)
+        model: Any = found.model if found.guarded is None else found.guarded.base
+        if found.net is not None:
+            from attractor.hf import CausalLM
+
+            model = CausalLM(found.net, context=min(WATCHED, model.config.context))
+        if not model.apn_layers():
+            raise ValueError(f"{self.model} has no APN layers: there is no routing to look at")
         texts: dict[str, np.ndarray] = {}
-        if len(self.data) < 2 and (folder / "run.json").is_file():
-            config = RunConfig.from_json((folder / "run.json").read_text())
-            texts[f"{config.data.source} (validation)"] = cast(np.ndarray, validation_text(self.run_folder))
+        own = validation_text(found.folder) if len(self.data) < 2 else None
+        if found.folder is not None and own is not None:
+            config = RunConfig.from_json((found.folder / "run.json").read_text())
+            texts[f"{config.data.source} (validation)"] = own
         for name in self.data:
-            texts[name] = known_tokens(name, load_tokenizer(folder / "tokenizer.json"))
+            texts[name] = known_tokens(name, found.tokenizer)
         if not texts:
-            raise ValueError(f"{folder} does not tell its text; name one with --data")
-        values = health.measure(model, {name: text[: self.max_tokens] for name, text in texts.items()})
+            raise ValueError(f"{self.model} does not tell its text; name one with --data")
+        texts = {name: text[: self.max_tokens] for name, text in texts.items()}
+        values = health.measure(model, texts)
         print(health.table(values))
-        if (folder / "guard.json").is_file():
-            print(f"{self.run_folder} has overlays; this is about the base alone", file=sys.stderr)
-        picture = self.plot or self.run_folder.resolve() / "monitor.png"
+        if found.guarded is not None:
+            print(f"{self.model} has overlays; this is about the base alone", file=sys.stderr)
+        picture = self.plot or (place.resolve() if place.is_dir() else Path()) / "monitor.png"
         health.plot(values, picture)
         print(f"picture: {picture}")
         if self.json is not None:
-            config_values = {"run": str(self.run_folder), "max_tokens": self.max_tokens}
-            write_result(
-                self.json, {"experiment": "monitor", "config": config_values, "seed": None, **values}
-            )
+            settings = {"run": self.model, "max_tokens": self.max_tokens}
+            write_result(self.json, {"experiment": "monitor", "config": settings, "seed": None, **values})
+
+
+def _has_overlays(place: Path) -> bool:
+    return any((folder / "guard.json").is_file() for folder in (place, place / "learner"))
 
 
 def _check_different(names: tuple[str, ...]) -> None:
@@ -335,6 +403,8 @@ def _check_different(names: tuple[str, ...]) -> None:
 
 
 def _told(summary: dict[str, Any]) -> str:
+    import numpy as np
+
     lines = []
     if summary["canary_before"] is not None:
         before, after = summary["canary_before"], summary["canary_after"]

@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 
-from attractor.corpora import CORPORA
-from attractor.data import prepare
+from attractor.cli.common import otherwise
 
 
 @dataclass(kw_only=True)
@@ -15,6 +14,8 @@ class DataList:
     """Name the built-in corpora."""
 
     def run(self) -> None:
+        from attractor.corpora import CORPORA
+
         for corpus in CORPORA.values():
             print(f"{corpus.name:12s} {corpus.description} [{corpus.licence}]")
 
@@ -25,20 +26,22 @@ class DataPrepare:
 
     source: tyro.conf.Positional[str]
     """A name of `attractor data list`, a file, a folder or a quoted glob."""
-    out: Path | None = None
-    """Where to write (default: data/NAME)."""
+    out: Annotated[Path | None, otherwise("data/NAME", "PATH")] = None
+    """Where to write."""
     tokenizer: str = "char"
     """"char", "byte", "bpe", or the tokenizer.json of another dataset."""
-    vocab_size: int | None = None
-    """Size of a BPE vocabulary (default: 4096)."""
+    vocab_size: Annotated[int | None, otherwise("4096 for bpe, else as many as there are", "INT")] = None
+    """Size of a BPE vocabulary."""
     val_fraction: float = 0.1
     """The last part of the text, held out for validation."""
-    size: int | None = None
+    size: Annotated[int | None, otherwise("the corpus's own", "INT")] = None
     """Characters of paper-shift: 10000 for the paper's protocol, 200000 for a healthy one."""
     overwrite: bool = False
     """Replace a dataset that was prepared differently."""
 
     def run(self) -> None:
+        from attractor.data import prepare
+
         out = self.out or Path("data") / Path(self.source).stem
         options: dict[str, Any] = {} if self.size is None else {"size": self.size}
         dataset = prepare(
@@ -48,3 +51,6 @@ class DataPrepare:
         )  # fmt: skip
         print(f"{out}: {len(dataset.train):,} training and {len(dataset.val):,} validation tokens, "
               f"vocabulary {dataset.tokenizer.vocab_size:,}")  # fmt: skip
+
+
+DATA = {"list": DataList, "prepare": DataPrepare}

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from attractor import distributed, presets
-from attractor.cli.common import dataset_of, progress_bar
+from attractor import presets
+from attractor.cli.common import Device, dataset_of, progress_bar
 from attractor.config import check_size
 
 
@@ -16,10 +16,12 @@ class Demo:
     """Gets demo.json, report.html and both runs; a demo that was stopped goes on from there."""
     steps: int = 600
     """Training steps of each model."""
-    device: str | None = None
-    """cpu, cuda, cuda:1, ... (default: the GPU if there is one)."""
+    device: Device = None
+    """cpu, cuda, cuda:1, ..."""
 
     def run(self) -> None:
+        from attractor import distributed
+
         check_size("steps", self.steps)
         distributed.parse_device(self.device)
         try:

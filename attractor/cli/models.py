@@ -1,122 +1,85 @@
-"""attractor train|sample|info"""
+"""attractor sample|info"""
 
-import dataclasses
-import json
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import tyro
 
-from attractor import analysis, distributed, ops
-from attractor.checkpoint import find_model
-from attractor.cli.common import INTERRUPTED, dataset_of, progress_bar
+from attractor.cli.common import Device, ModelName, otherwise
 from attractor.config import RunConfig
-from attractor.continual.guarded import GuardedLearner
-from attractor.files import read_jsonl
-from attractor.generate import generate
-from attractor.lm import LanguageModel
-from attractor.model import GPT
-from attractor.tokenizer import load as load_tokenizer
-from attractor.trainer import Trainer
-from attractor.version import __version__
 
-
-@dataclass(kw_only=True)
-class Train:
-    """Train a model from a preset. Every number of the preset can be changed."""
-
-    config: Annotated[RunConfig, tyro.conf.arg(name="")]
-    out: Path | None = None
-    """The run's folder (default: runs/PRESET)."""
-    resume: Literal["never", "auto"] = "never"
-    """"auto" goes on from the run's last checkpoint if there is one."""
-    device: str | None = None
-    """cpu, cuda, cuda:1, ... (default: the GPU if there is one)."""
-    preset: tyro.conf.Suppress[str] = ""
-
-    def run(self) -> int:
-        with distributed.world(self.device) as (world, device):
-            return self.run_in(world, device)
-
-    def run_in(self, world: distributed.World, device: torch.device) -> int:
-        out = self.out or Path("runs") / self.preset
-        dataset = world.one_per_machine_first(lambda: dataset_of(self.config))
-        model = dataclasses.replace(self.config.model, vocab_size=dataset.tokenizer.vocab_size)
-        config = dataclasses.replace(self.config, model=model)
-        if self.resume == "never" and world.from_leader((out / "checkpoints").exists):
-            raise ValueError(
-                f"{out} holds a run already; --resume auto goes on with it, --out starts another"
-            )
-        with progress_bar(config.train.max_steps, self.preset, shown=world.is_leader) as report:
-            trainer = Trainer(config, dataset, out, device=device, world=world, report=report)
-            if self.resume == "auto" and trainer.resume():
-                report({"step": trainer.step})
-            summary = trainer.run()
-        if world.is_leader:
-            print(json.dumps(summary, indent=2))
-            if summary["interrupted"]:
-                print(f"stopped at step {summary['step']}; --resume auto goes on", file=sys.stderr)
-        return INTERRUPTED if summary["interrupted"] else 0
+if TYPE_CHECKING:
+    from attractor.front import Model
 
 
 @dataclass(kw_only=True)
 class Sample:
-    """Write text with a trained model."""
+    """Write text with a model: a run, a learner, a retrofit, lessons, or a model of Hugging Face."""
 
-    run_folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(name="run")]
-    """A run, a checkpoint or a saved model; or what `adapt --guard` wrote, with its overlays."""
+    model: ModelName
+    """A run, a saved model or learner, a retrofit, saved lessons, a Hugging Face model, or smollm2-135m."""
     prompt: str = "\n"
     max_tokens: int = 300
     temperature: float = 0.8
     """0 always takes the likeliest token."""
-    top_k: int | None = None
-    top_p: float | None = None
-    seed: int | None = None
+    top_k: Annotated[int | None, otherwise("all tokens", "INT")] = None
+    """Only so many of the likeliest tokens are drawn from."""
+    top_p: Annotated[float | None, otherwise("all tokens", "FLOAT")] = None
+    """Only the likeliest tokens that make up this probability are drawn from."""
+    seed: Annotated[int | None, otherwise("another one each time", "INT")] = None
     device: str = "cpu"
+    """cpu, cuda, cuda:1, ..."""
 
     def run(self) -> None:
-        folder, device = find_model(self.run_folder), distributed.parse_device(self.device)
-        tokenizer = load_tokenizer(folder / "tokenizer.json")
-        if (folder / "guard.json").is_file():  # what was learned lies beside the base
-            model: LanguageModel = GuardedLearner.load(folder, device=device).guard
-        else:
-            model = GPT.from_pretrained(folder, device=device)
-        tokens = torch.from_numpy(tokenizer.encode(self.prompt))[None].to(device)
-        shown, written = tokenizer.decode(tokens[0].tolist()), tokens[0].tolist()
-        print(shown, end="", flush=True)
-        for token in generate(
-            model, tokens, max_tokens=self.max_tokens, temperature=self.temperature, top_k=self.top_k,
-            top_p=self.top_p, seed=self.seed,
-        ):  # fmt: skip
-            written.append(int(token))
-            text = tokenizer.decode(written)  # a character may take several tokens: print what became whole
-            if not text.endswith("\ufffd"):
-                print(text[len(shown) :], end="", flush=True)
-                shown = text
+        from attractor.front import load
+
+        model = load(self.model, device=self.device)
+        pieces = model.stream(
+            self.prompt,
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            seed=self.seed,
+        )
+        first = next(pieces, "")  # a wrong option is told before the prompt is shown
+        print(self.prompt, first, sep="", end="", flush=True)
+        for piece in pieces:
+            print(piece, end="", flush=True)
         print()
 
 
 @dataclass(kw_only=True)
 class Info:
-    """Describe a trained model, or what this machine can run."""
+    """Describe a model, or what this machine can run."""
 
-    run_folder: Annotated[tyro.conf.Positional[Path | None], tyro.conf.arg(name="run")] = None
-    """A run, a checkpoint or a saved model."""
+    model: Annotated[
+        tyro.conf.Positional[str | None],
+        tyro.conf.arg(metavar="[MODEL]", help_behavior_hint="(default: this machine)"),
+    ] = None
+    """A run, a saved model or learner, a retrofit, saved lessons, a Hugging Face model, or smollm2-135m."""
     backends: bool = False
-    """Tell which backends this machine has."""
+    """Say which backends this machine has, too."""
+    device: Device = None
+    """cpu, cuda, cuda:1, ..."""
 
     def run(self) -> None:
-        if self.backends or self.run_folder is None:
+        if self.backends or self.model is None:
             print(describe_machine())
-        if self.run_folder is not None:
-            print(model_card(find_model(self.run_folder)))
+        if self.model is not None:
+            from attractor.front import load
+
+            print(model_card(self.model, load(self.model, device=self.device)))
 
 
 def describe_machine() -> str:
+    import torch
+
+    from attractor import distributed, ops
+    from attractor.version import __version__
+
     device = distributed.parse_device(None)
     name = (
         torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
@@ -124,30 +87,74 @@ def describe_machine() -> str:
     lines = [f"attractor {__version__}, torch {torch.__version__}, {name}"]
     for backend in ops.BACKENDS:
         reason = ops.why_not(backend, device, torch.float32)
-        lines.append(f"  {backend:10s} " + (f"no: {reason}" if reason else "yes"))
+        if reason is not None:
+            reason = "no: " + reason.split(", and the input is on")[0]  # nobody gave one
+        lines.append(f"  {backend:10s} {reason or 'yes'}")
     return "\n".join([*lines, f"  auto is {ops.choose_backend(device, torch.float32)}"])
 
 
-def model_card(folder: Path) -> str:
-    model = GPT.from_pretrained(folder)
+def model_card(name: str, found: "Model") -> str:
+    """What there is to say about a model, a line for each."""
+    from attractor import analysis
+    from attractor.model import GPT
+
+    lines = [f"model            {found.folder or name}"]
+    model: Any = found.model
+    if found.guarded is not None:
+        model = found.guarded.base
+        overlays = ", ".join(found.guarded.sources) or "none"
+        lines += [
+            f"overlays         {overlays}; what follows is about the base",
+            f"bound            {bound_of(found.model)}",
+        ]
+    if found.source is not None:
+        lines.append(f"pretrained       {found.source}, context {model.config.context}")
+    elif found.net is not None:
+        lines.append(f"retrofit of      {found.net.model.name_or_path}, context {model.config.context}")
+    if isinstance(model, GPT):
+        lines.append(f"parameters       {model.num_parameters():,} without positions")
+    else:
+        lines.append(f"parameters       {model.num_parameters():,}")
     layers = model.apn_layers()
-    lines = [f"model            {folder}", f"parameters       {model.num_parameters():,} without positions"]
-    if layers:
+    if layers and found.school is None:
         idle = sum(c["total"] - c["active"] for c in map(analysis.parameter_counts, layers.values()))
         lines += [
             f"  one token uses {model.num_parameters() - idle:,}",
-            f"APN layers       {next(iter(layers.values()))}",
+            f"APN layers       {len(layers)} x {next(iter(layers.values()))}",
         ]
-    if (folder / "guard.json").is_file():
-        sources = json.loads((folder / "guard.json").read_text())["sources"]
-        lines.append(f"overlays         {', '.join(sources) or 'none'}; the rest is about the base")
-    lines.append(f"multiply-adds    {analysis.model_multiply_adds(model):,} per token, forward")
-    run = folder.parent.parent
+    if found.school is not None:
+        lessons = found.lessons()
+        size = sum(lesson.bytes for lesson in lessons)
+        lines.append(
+            f"lessons          {len(lessons)}, with {sum(lesson.patches for lesson in lessons)} patches, "
+            f"{size:,} bytes"
+        )
+    if isinstance(model, GPT):
+        lines.append(f"multiply-adds    {analysis.model_multiply_adds(model):,} per token, forward")
+    return "\n".join(lines + ([] if found.folder is None else run_lines(found.folder)))
+
+
+def bound_of(guard: Any) -> str:
+    """What the guard promises for one window of this model: in nats, and as a share of perplexity."""
+    window = guard.config.context
+    nats = guard.bound(window)
+    share = math.expm1(nats / window)
+    return (
+        f"text of the base costs at most {nats:.3f} nats more in {window} tokens: its perplexity rises by at "
+        f"most {100 * share:.2f} %"
+    )
+
+
+def run_lines(folder: Path) -> list[str]:
+    """What a run says about its text and its best evaluation."""
+    from attractor.files import read_jsonl
+
+    lines = []
     if (folder / "run.json").is_file():
         data = RunConfig.from_json((folder / "run.json").read_text()).data
         lines.append(f"data             {data.source}, {data.tokenizer} tokens")
-    records = read_jsonl(run / "metrics.jsonl", "step")
+    records = read_jsonl(folder.parent.parent / "metrics.jsonl", "step")
     if evaluations := [(r["val/loss"], r["step"]) for r in records if r.get("val/loss") is not None]:
         loss, step = min(evaluations)
         lines.append(f"best validation  {math.exp(loss):.4f} perplexity at step {step}")
-    return "\n".join(lines)
+    return lines

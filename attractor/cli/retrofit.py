@@ -8,23 +8,20 @@ from typing import Annotated, Literal
 
 import tyro
 
-from attractor import distributed
-from attractor.cli.common import INTERRUPTED, progress_bar
+from attractor.cli.common import INTERRUPTED, Device, progress_bar
 from attractor.config import APNConfig, check_number, check_size
-from attractor.data import read_text
-from attractor.trainer import stop_on_signal
 
 
 @dataclass(kw_only=True)
 class RetrofitModel:
     """Give a Hugging Face model APN layers beside its FFNs, and teach them a text; the model is frozen."""
 
-    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(name="model")]
-    """A folder, a .gguf file, a name on the hub, or "smollm2-135m", which needs no hub."""
+    source: Annotated[tyro.conf.Positional[str], tyro.conf.arg(name="model", metavar="MODEL")]
+    """A folder, a .gguf file, ORGANISATION/NAME on the hub, or smollm2-135m, which needs no hub."""
     data: str
     """What to learn: a name of `attractor data list`, a file, a folder or a quoted glob."""
     out: Path = Path("runs/retrofit")
-    """Gets adapter/ (for attractor.load_retrofit) and summary.json."""
+    """Gets adapter/ and summary.json; every verb takes this folder as a MODEL."""
     apn: Annotated[APNConfig, tyro.conf.arg(name="")] = field(
         default_factory=lambda: APNConfig(num_patches=16, top_k=8, rank=64)
     )
@@ -41,7 +38,8 @@ class RetrofitModel:
     val_fraction: float = 0.05
     """The last part of the text: the layers are kept as they were when they predicted it best."""
     seed: int = 0
-    device: str | None = None
+    device: Device = None
+    """cpu, cuda, cuda:1, ..."""
 
     def run(self) -> int:
         check_number("val_fraction", self.val_fraction, "between 0 and 1", lambda part: 0 < part < 1)
@@ -49,7 +47,17 @@ class RetrofitModel:
             check_size(name, getattr(self, name))
         check_number("learning_rate", self.learning_rate, "a positive number", lambda rate: rate > 0)
         check_number("seed", self.seed, "a whole number, 0 or more", lambda n: n >= 0 and n == int(n))
+        import torch
+
+        from attractor import distributed, retrofit
+        from attractor.data import read_text
+        from attractor.hf import CausalLM
+        from attractor.hf.pretrained import check_source, load_pretrained
+        from attractor.hf.teach import teach
+        from attractor.trainer import stop_on_signal
+
         device = distributed.parse_device(self.device)
+        check_source(self.source)
         adapter, told = self.out / "adapter", self.out / "summary.json"
         for place in (adapter, told):
             if place.exists():
@@ -57,13 +65,6 @@ class RetrofitModel:
         if self.out.exists() and not self.out.is_dir():
             raise ValueError(f"--out {self.out} is a file: choose a folder")
         text = read_text(self.data)
-        import torch
-
-        from attractor import retrofit
-        from attractor.hf import CausalLM
-        from attractor.hf.pretrained import load_pretrained
-        from attractor.hf.teach import teach
-
         model, tokenizer = load_pretrained(self.source, device=device)
         tokens = tokenizer.encode(text)
         held_out = int(len(tokens) * self.val_fraction)

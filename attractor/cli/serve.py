@@ -1,4 +1,4 @@
-"""attractor serve|keys|journal"""
+"""attractor serve|keys|store"""
 
 import json
 import logging
@@ -7,19 +7,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Literal
 
 import numpy as np
 import tyro
 
-from attractor import distributed
-from attractor.cli.common import known_tokens, validation_text
+from attractor.cli.common import Device, known_tokens, otherwise, run_folder, validation_text
 from attractor.continual.config import AlsoName, AttentionName, GuardConfig, LearnConfig, UpdateConfig
 from attractor.continual.guarded import GuardedLearner
-from attractor.lm import TrainableModel
-from attractor.serve.journal import SyncName
 from attractor.serve.rules import Rules
 from attractor.serve.service import Limits, Service
+from attractor.serve.store import SyncName
 
 EXTRA = 'serving needs the extra "serve": pip install "attractor-patch-networks[serve]" ({})'
 
@@ -40,27 +38,25 @@ def no_signal_twice() -> Iterator[None]:
 class Serve:
     """Answer requests, and learn from texts while doing so: an OpenAI-compatible server with a dashboard."""
 
-    run_folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(name="run")]
-    """A run or a saved model; or what `attractor retrofit` wrote."""
-    data_dir: Path | None = None
-    """What is learned is kept here: a journal and snapshots (default: RUN-served)."""
+    run_folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(name="model", metavar="MODEL")]
+    """A run, a saved model, a retrofit, or what `attractor adapt --guard` wrote."""
+    store: Annotated[Path | None, otherwise("MODEL-served", "PATH")] = None
+    """The folder in which the server keeps what it learns, in an SQLite database."""
     learn: bool = False
     """Take lessons. Without it the server answers with what was learned before."""
-    name: str | None = None
-    """What clients call the model (default: the name of the folder)."""
+    name: Annotated[str | None, otherwise("the name of the folder", "TEXT")] = None
+    """What clients call the model."""
     host: str = "127.0.0.1"
     """Other than this machine needs --keys."""
     port: int = 8000
-    keys: Path | None = None
+    keys: Annotated[Path | None, otherwise("everybody on this machine may do everything", "PATH")] = None
     """Who may do what: a file that `attractor keys` writes."""
     chat: Literal["transcript", "chatml"] = "transcript"
     """How the messages of a chat become a prompt."""
     sync: SyncName = "always"
-    """When a lesson is on the disk: before its answer, within a second, or when the system gets to it."""
-    canary: tuple[str, ...] = ()
-    """Texts that must not suffer: names or files (default: the run's validation text)."""
-    model: str | None = None
-    """Of a retrofit: the model it belongs to (default: the one it was made with)."""
+    """When a lesson is on the disk: before its answer, or when the system gets to it."""
+    canary: Annotated[tuple[str, ...], otherwise("the run's validation text", "TEXT")] = ()
+    """Texts that must not suffer: names or files."""
     context: int = 512
     """Of a retrofit: the longest sequence, in tokens."""
     prior: float = GuardConfig.prior
@@ -76,26 +72,29 @@ class Serve:
     """How lessons are learned."""
     rules: Rules = field(default_factory=Rules)
     limits: Limits = field(default_factory=Limits)
-    device: str | None = None
+    device: Device = None
+    """cpu, cuda, cuda:1, ..."""
 
     def run(self) -> int:
         try:
-            from attractor.serve.app import Server, create_app, uvicorn_config
-            from attractor.serve.settings import ServeSettings
+            from attractor.serve.http.app import Server, create_app, uvicorn_config
+            from attractor.serve.http.settings import ServeSettings
         except ImportError as error:
             raise ValueError(EXTRA.format(error)) from error
         settings = ServeSettings(host=self.host, port=self.port, keys=self.keys, chat=self.chat)
         learner = self._learner()
         folder = self.run_folder.resolve()
-        data = self.data_dir or folder.with_name(folder.name + "-served")
+        data = self.store or folder.with_name(folder.name + "-served")
         logging.getLogger("attractor.audit").setLevel(logging.INFO)
+        if learner.sources:
+            store_overlays(learner, data)
         with Service.open(
             learner, data, name=self.name or folder.name, canaries=self._canaries(learner), rules=self.rules,
             limits=self.limits, sync=self.sync, learning=self.learn, stop_tokens=self._ends(learner),
         ) as service:  # fmt: skip
             app = create_app(service, settings)
             if service.store.recovered:
-                print(f"the journal ended in the middle of a record: {service.store.recovered}")
+                print(service.store.recovered)
 
             def announce(port: int) -> None:
                 print(f"{service.name}, version {service.version}, paths: {', '.join(service.paths())}")
@@ -115,36 +114,31 @@ class Serve:
         return 0
 
     def _learner(self) -> GuardedLearner:
-        device = distributed.parse_device(self.device)
-        config = GuardConfig(
-            learn=self.teach, prior=self.prior, attention=self.attention, also=self.also,
-            max_overlays=self.max_overlays,
-        )  # fmt: skip
-        if self._is_retrofit():
-            return GuardedLearner(*self._retrofit(device), config)
-        if self.model is not None:
-            raise ValueError(f"--model is for retrofits, and {self.run_folder} holds no adapter/")
-        learner = GuardedLearner.load(self.run_folder, config, device=device)
-        if learner.sources:
+        from attractor.front import adapter_folder, load
+
+        is_retrofit = adapter_folder(self.run_folder) is not None
+        has_overlays = any(self.run_folder.glob("**/guard.json"))  # and so a context of its own
+        context = self.context if is_retrofit and not has_overlays else None
+        found = load(self.run_folder, device=self.device, context=context)
+        if found.folder is None:
             raise ValueError(
-                f"{self.run_folder} holds overlays of its own: serve the run they were made over"
+                f"{self.run_folder} has no APN layers that a server could teach: `attractor retrofit` gives "
+                "it some, and `attractor chat` talks with it as it is"
             )
-        return learner
+        if found.guarded is None:
+            return GuardedLearner(found.model, found.tokenizer, self._config())
+        if self._config() != Serve(run_folder=self.run_folder)._config():
+            raise ValueError(f"{self.run_folder} is a learner with settings of its own; leave yours out")
+        return found.guarded
 
-    def _retrofit(self, device: Any) -> tuple[TrainableModel, Any]:
-        from attractor import load_retrofit
-        from attractor.hf import CausalLM
-        from attractor.hf.pretrained import load_pretrained
-
-        summary = self.run_folder / "summary.json"
-        source = self.model
-        if source is None and summary.is_file():
-            source = json.loads(summary.read_text()).get("model")
-        if not isinstance(source, str):
-            raise ValueError(f"{self.run_folder} does not say which model it belongs to: give --model")
-        model, tokenizer = load_pretrained(source, device=device)
-        net = load_retrofit(model, self.run_folder / "adapter")
-        return CausalLM(net, context=self.context), tokenizer
+    def _config(self) -> GuardConfig:
+        return GuardConfig(
+            learn=self.teach,
+            prior=self.prior,
+            attention=self.attention,
+            also=self.also,
+            max_overlays=self.max_overlays,
+        )
 
     def _canaries(self, learner: GuardedLearner) -> dict[str, np.ndarray]:
         most = 64 * learner.base.config.context
@@ -154,18 +148,33 @@ class Serve:
         if self.canary:
             return {Path(source).stem: known_tokens(source, learner.tokenizer, most)
                     for source in self.canary}  # fmt: skip
-        found = None if self._is_retrofit() else validation_text(self.run_folder)
+        found = validation_text(run_folder(self.run_folder))
         return {} if found is None else {"validation": found[:most]}
 
     def _ends(self, learner: GuardedLearner) -> list[int]:
         """The tokens with which a pretrained model ends a text."""
-        if not self._is_retrofit():
-            return []
-        ends = cast(Any, learner.base).base.generation_config.eos_token_id
-        return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+        return list(getattr(learner.tokenizer, "ends", ()))
 
-    def _is_retrofit(self) -> bool:
-        return (self.run_folder / "adapter" / "adapter_config.json").is_file()
+
+def store_overlays(learner: GuardedLearner, folder: Path) -> None:
+    """Give a new store the overlays that a learner came with, each as a source with one lesson."""
+    from attractor.continual.delta import Delta
+    from attractor.serve.effects import fields_of, tensors_of
+    from attractor.serve.store import Store
+    from attractor.serve.teacher import identity, now
+
+    start = tensors_of(learner.new_source())
+    with Store.open(folder, identity=identity(learner)) as store:
+        for name, held in learner.sources.items() if store.last == 0 else ():
+            now_has = tensors_of(held)
+            if grown := [key for key, value in now_has.items() if value.shape != start[key].shape]:
+                raise ValueError(
+                    f"overlay {name!r} has grown ({grown[0]}), and a server keeps the size of layers"
+                )
+            fields = {**fields_of(held), "lessons": 1}
+            delta = Delta.between(start, now_has)
+            store.commit("lesson", {"tokens": held.tokens}, at=now(), source=name, fields=fields, delta=delta)
+    learner.sources = {}
 
 
 @dataclass(kw_only=True)
@@ -181,7 +190,7 @@ class Keys:
 
     def run(self) -> int:
         try:
-            from attractor.serve.security import add_key
+            from attractor.serve.http.auth import add_key
         except ImportError as error:
             raise ValueError(EXTRA.format(error)) from error
         print(add_key(self.file, self.scopes, self.note))
@@ -189,30 +198,37 @@ class Keys:
 
 
 @dataclass(kw_only=True)
-class JournalCommand:
-    """Look at what a server keeps: check every byte, or list what was learned. Nothing is changed."""
+class StoreCommand:
+    """Look at what a server keeps, also while it is running; nothing is changed.
 
-    action: tyro.conf.Positional[Literal["verify", "show"]]
+    verify checks every byte, show lists what was learned as lines of JSON, backup copies it to a new folder.
+    """
+
+    action: tyro.conf.Positional[Literal["verify", "show", "backup"]]
     data_dir: tyro.conf.Positional[Path]
-    """The --data-dir of a server."""
+    """The --store of a server."""
+    to: Path | None = None
+    """For a backup: a new folder, which can be a --store itself."""
 
     def run(self) -> int:
         from attractor.serve import store
 
-        if not (self.data_dir / "journal").is_dir():
-            raise ValueError(f"{self.data_dir} holds no journal/: it is not the data folder of a server")
+        if (self.to is None) == (self.action == "backup"):
+            raise ValueError("--to names the new folder of a backup, and is for nothing else")
         if self.action == "show":
             for line in store.show(self.data_dir):
                 print(json.dumps(line))
             return 0
+        if self.to is not None:
+            print(f"version {store.backup(self.data_dir, self.to).last} is in {self.to}, and was verified")
+            return 0
         report = store.verify(self.data_dir)
-        journal, snapshots = report.journal, sorted(report.snapshots)
-        print(f"journal: records {journal.first} to {journal.last} in {len(journal.segments)} segments")
-        print(f"snapshots: {', '.join(map(str, snapshots)) or 'none'}")
-        if report.journal.torn:
-            print(f"the last record is torn, and opening cuts it off: {report.journal.torn}")
+        print(f"versions {report.oldest} to {report.last} can be had")
+        print(f"snapshots: {', '.join(map(str, report.snapshots)) or 'none'}")
+        if report.erased:
+            print(f"erased: {', '.join(report.erased)}")
         for damage in report.damage:
             print(f"damaged: {damage}")
         if not report.damage:
-            print("every byte is as it was written")
+            print("everything is as it was written")
         return 1 if report.damage else 0

@@ -4,7 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from attractor.config import JSONConfig, check_choice, check_number, check_probability, check_size
+from attractor.config import (
+    JSONConfig,
+    check_choice,
+    check_config,
+    check_number,
+    check_probability,
+    check_roles,
+    check_size,
+)
 
 RuleName = Literal["sgd", "adamw"]
 AllocationName = Literal["off", "grow", "replace"]
@@ -41,8 +49,7 @@ class UpdateConfig(JSONConfig):
     """The largest Frobenius norm of a decoder after it learned; a larger one is scaled down, at once."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.train, str):
-            raise ValueError(f"train={self.train!r} must be a sequence of roles, such as ({self.train!r},)")
+        check_roles(self.train, "train")
         object.__setattr__(self, "train", tuple(self.train))  # JSON knows only lists
         if not self.train:
             raise ValueError("train=() names no role: nothing would learn")
@@ -99,7 +106,7 @@ class AllocationConfig(JSONConfig):
     cooldown: int = 8192
     """Tokens of a layer from one allocation to the next; for so long a new patch is not recycled either."""
     most_patches: int | None = None
-    """Where "grow" ends (default: twice the patches that were there at first)."""
+    """Where "grow" ends; None is twice the patches that were there at first."""
     usage_horizon: int = 100_000
     """Tokens over which the moving average of usage forgets."""
     min_share: float | None = None
@@ -148,13 +155,16 @@ class LearnConfig(JSONConfig):
     """Tokens that one observation may have; give longer streams in pieces."""
 
     def __post_init__(self) -> None:
+        check_config("update", self.update, UpdateConfig)
+        check_config("gates", self.gates, GateConfig)
+        check_config("allocation", self.allocation, AllocationConfig)
         for name in ("budget", "max_observation"):
             check_size(name, getattr(self, name))
         for name in ("max_patches", "rate_horizon"):
             if getattr(self, name) is not None:
                 check_size(name, getattr(self, name))
         check_number("prototype_rate", self.prototype_rate, "a share, 0 <= rate < 1", lambda r: 0 <= r < 1)
-        check_number("scale_factor", self.scale_factor)
+        check_number("scale_factor", self.scale_factor, "a number, 0 or more", lambda factor: factor >= 0)
         if not isinstance(self.dropout, bool):
             raise ValueError(f"dropout={self.dropout!r} must be True or False")
         if self.allocation.mode != "off" and "decoders" not in self.update.train:
@@ -177,7 +187,7 @@ class GuardConfig(JSONConfig):
     prior: float = 0.5
     """Of the base; overlays share the rest. A window costs at most log(1 / prior) nats more than the base."""
     window: int | None = None
-    """Tokens after which the weights start again (default: the model's context)."""
+    """Tokens after which the weights start again; None is the model's context."""
     switch_rate: float = 0.0
     """Share of the weights that goes back to the prior with each token, for texts that change in between."""
     pause: float = 0.01
@@ -199,6 +209,7 @@ class GuardConfig(JSONConfig):
     """Without labels: pieces in a row that no path explains before a new overlay is opened for them."""
 
     def __post_init__(self) -> None:
+        check_config("learn", self.learn, LearnConfig)
         check_number("prior", self.prior, "a probability, 0 < prior < 1", lambda p: 0 < p < 1)
         if self.window is not None:
             check_size("window", self.window)

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from attractor.checkpoint import load_model
+from attractor.config import check_config
 from attractor.continual import domains
 from attractor.continual import guarded_files as files
 from attractor.continual.config import GuardConfig
@@ -80,6 +81,7 @@ class GuardedLearner:
         if not model.apn_layers():
             raise ValueError("the model has no APN layers; there are no patches to lay over")
         self.base, self.tokenizer, self.config = model, tokenizer, config or GuardConfig()
+        check_config("config", self.config, GuardConfig, ": GuardConfig(learn=...) takes a LearnConfig")
         self.precision = precision
         self.base.requires_grad_(False).eval()
         self.base_hash = fingerprint(model)
@@ -193,7 +195,7 @@ class GuardedLearner:
         return self.new_source()
 
     def _from_folder(self, folder: str | Path) -> Source:
-        overlay = Overlay.load(folder, device=self.device)
+        overlay = Overlay.load(folder)
         notes = overlay.notes
         held = self.new_source(overlay, whole_number(notes.get("tokens", 0)))
         held.last_used = self.totals.tokens

@@ -35,6 +35,7 @@ def write(learner: "GuardedLearner", folder: Path) -> None:
         "config": learner.config.to_dict(), "sources": kept, "base": learner.base_hash,
         "notes": learner.notes, "totals": dataclasses.asdict(learner.totals), "usual": list(learner.usual),
         "unclaimed": [piece.tolist() for piece in learner.unclaimed], "consolidated": learner.consolidated,
+        "context": learner.base.config.context,
     }  # fmt: skip
     (folder / STATE).write_text(json.dumps(state, indent=2))
 
@@ -60,7 +61,7 @@ def read(folder: Path, make: Callable[[dict[str, Any]], Learner]) -> Learner:
 
 
 def _source(learner: "GuardedLearner", place: Path, kept: Mapping[str, Any]) -> "Source":
-    held = learner.new_source(Overlay.load(place, device=learner.device), whole_number(kept["tokens"]))
+    held = learner.new_source(Overlay.load(place), whole_number(kept["tokens"]))
     held.version, held.last_used = whole_number(kept["version"]), whole_number(kept["last_used"])
     held.usual = domains.usual_in(kept["usual"])
     held.recent = learner.tokens_in(kept["recent"]) if kept["recent"] else held.recent

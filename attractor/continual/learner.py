@@ -26,7 +26,7 @@ from torch.nn import functional as F
 
 from attractor import monitor
 from attractor.checkpoint import load_model
-from attractor.config import PrecisionName, check_choice, check_number
+from attractor.config import PrecisionName, check_choice, check_config, check_number
 from attractor.continual import state as states
 from attractor.continual.allocate import Allocator, Habits
 from attractor.continual.baselines.baseline import check_batch
@@ -76,6 +76,7 @@ class OnlineLearner:
     ) -> None:
         """`others` are parameters outside of APN layers that learn too: not local, and not saved here."""
         self.model, self.tokenizer, self.config = model, tokenizer, config or LearnConfig()
+        check_config("config", self.config, LearnConfig, ": GuardConfig is for GuardedLearner")
         check_choice("precision", precision, get_args(PrecisionName))
         self.precision = precision
         layers: dict[Any, APN] = dict(model.apn_layers())

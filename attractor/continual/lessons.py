@@ -311,7 +311,7 @@ class Lessons:
             raise
 
     def _put_back(self, state: dict[str, Tensor], owners: Sequence[int]) -> None:
-        self.layer.resize(len(owners))
+        self.layer.resize(len(owners), shrink=True)
         self.layer.load_state_dict(state)
         self.owners = list(owners)
 

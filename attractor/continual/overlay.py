@@ -10,6 +10,7 @@ all other memory. What an overlay keeps and exports is proportional to what chan
 """
 
 import copy
+import hashlib
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -18,21 +19,22 @@ from pathlib import Path
 from typing import Any, Self, cast, get_args
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load
 from torch import Tensor, nn
 
 from attractor.checkpoint import tensors_hash
 from attractor.config import check_choice, check_size
 from attractor.continual.baselines.lora import LowRank
 from attractor.continual.config import AlsoName, AttentionName, check_also
+from attractor.continual.delta import Delta, copied
 from attractor.files import remove_folder, write_folder
 from attractor.layer import APN, PATCH_ROLES, ROLES, check_roles
 from attractor.lm import TrainableModel
 from attractor.model import GPT
 from attractor.version import __version__
 
-FORMAT = 1
+FORMAT = 2
 
 
 def fingerprint(model: TrainableModel) -> str:
@@ -40,89 +42,76 @@ def fingerprint(model: TrainableModel) -> str:
     return tensors_hash(model.state_dict(), model.config_now().to_json())
 
 
-def bits(x: Tensor) -> Tensor:
-    """The same bytes as whole numbers: 0.0 == -0.0, and they are not the same."""
-    return x.detach().contiguous().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
-
-
 @dataclass(frozen=True)
 class Overlay:
-    """What a branch has that its base has not. Tensors are the overlay's own and are never changed."""
+    """What a branch has that its base has not: rows of patch banks, and tensors that belong to no patch."""
 
     base: str  # fingerprint of the base
-    rows: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)  # bank -> patches, their rows
-    whole: dict[str, Tensor] = field(default_factory=dict)  # tensors that belong to no patch
-    factors: dict[str, Tensor] = field(default_factory=dict)  # of low-rank deltas: NAME.up and NAME.down
+    delta: Delta = field(default_factory=Delta)
     notes: dict[str, Any] = field(default_factory=dict)  # where it comes from; anything JSON can hold
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors().values())
+        return self.delta.nbytes
 
     def patches(self) -> dict[str, list[int]]:
         """Layer -> the patches that differ from the base in anything."""
         found: dict[str, set[int]] = {}
-        for name, (numbers, _) in self.rows.items():
+        for name, (numbers, _) in self.delta.rows.items():
             found.setdefault(name.split(".")[1], set()).update(numbers.tolist())
         return {layer: sorted(numbers) for layer, numbers in sorted(found.items())}
 
-    def _tensors(self) -> dict[str, Tensor]:
-        tensors = {f"whole/{name}": value for name, value in self.whole.items()}
-        tensors |= {f"factor/{name}": value for name, value in self.factors.items()}
-        for name, (numbers, values) in self.rows.items():
-            tensors |= {f"patch/{name}": numbers, f"rows/{name}": values}
-        return tensors
-
     def save(self, folder: str | Path) -> None:
         """overlay.json and overlay.safetensors; the folder appears whole or not at all."""
+        data = self.delta.to_bytes()
+        described = {
+            "format": FORMAT,
+            "attractor": __version__,
+            "base": self.base,
+            "bytes": self.nbytes,
+            "sha256": hashlib.sha256(data).hexdigest(),
+            "patches": {layer: len(numbers) for layer, numbers in self.patches().items()},
+            "notes": self.notes,
+        }
 
         def fill(partial: Path) -> None:
-            described = {
-                "format": FORMAT, "attractor": __version__, "base": self.base, "bytes": self.nbytes,
-                "patches": {layer: len(numbers) for layer, numbers in self.patches().items()},
-                "notes": self.notes,
-            }  # fmt: skip
-            try:
-                save_file(
-                    {name: value.contiguous() for name, value in self._tensors().items()},
-                    partial / "overlay.safetensors", metadata={"base": self.base},
-                )  # fmt: skip
-            except SafetensorError as error:
-                raise OSError(f"cannot write {folder}: {error}") from error
+            (partial / "overlay.safetensors").write_bytes(data)
             (partial / "overlay.json").write_text(json.dumps(described, indent=2))
 
         write_folder(Path(folder), fill)
 
     @classmethod
-    def load(cls, folder: str | Path, *, device: torch.device | str = "cpu") -> Self:
-        """Read what `save` wrote; anything else is a ValueError."""
+    def load(cls, folder: str | Path) -> Self:
+        """Read what `save` wrote, now or in format 1; anything else is a ValueError."""
         folder = Path(folder)
-        parts: dict[str, dict[str, Tensor]] = {"whole": {}, "factor": {}, "patch": {}, "rows": {}}
         try:
             described = json.loads((folder / "overlay.json").read_text())
-            if described["format"] != FORMAT:
-                raise ValueError(f"format {described['format']!r}: this release reads {FORMAT}")
-            with safe_open(folder / "overlay.safetensors", framework="pt", device=str(device)) as file:
-                if (file.metadata() or {}).get("base") != described["base"]:
-                    raise ValueError("its two files belong to different overlays")
-                for key in file.keys():  # noqa: SIM118 (not a dict)
-                    kind, name = key.split("/", 1)
-                    parts[kind][name] = file.get_tensor(key).clone()  # not a view into the file
-            if parts["patch"].keys() != parts["rows"].keys():
-                raise ValueError("rows without their patches")
+            data = (folder / "overlay.safetensors").read_bytes()
             if not isinstance(described["notes"], dict) or not isinstance(described["base"], str):
                 raise ValueError("notes or base of the wrong type")
-            if not all(value.isfinite().all() for part in parts.values() for value in part.values()):
-                raise ValueError("numbers that are not finite")
-            rows = {name: (numbers, parts["rows"][name]) for name, numbers in parts["patch"].items()}
-            for name, (numbers, values) in rows.items():
-                if numbers.dtype != torch.int64 or numbers.shape != values.shape[:1] or numbers.min() < 0:
-                    raise ValueError(
-                        f"{name} has {tuple(values.shape)} rows for {tuple(numbers.shape)} patches"
-                    )
-            return cls(described["base"], rows, parts["whole"], parts["factor"], described["notes"])
+            if described["format"] == 1:
+                return cls(described["base"], _delta_in_format_1(data), described["notes"])
+            if described["format"] != FORMAT:
+                raise ValueError(f"format {described['format']!r}: this release reads 1 and {FORMAT}")
+            if hashlib.sha256(data).hexdigest() != described["sha256"]:
+                raise ValueError("its two files belong to different overlays, or one is damaged")
+            return cls(described["base"], Delta.from_bytes(data), described["notes"])
         except (OSError, LookupError, TypeError, ValueError, RuntimeError, SafetensorError) as error:
             raise ValueError(f"{folder} holds no overlay that can be read: {error}") from error
+
+
+def _delta_in_format_1(data: bytes) -> Delta:
+    """It had the patches of each bank under names of their own, and low-rank factors apart."""
+    parts: dict[str, dict[str, Tensor]] = {"whole": {}, "factor": {}, "patch": {}, "rows": {}}
+    for key, value in load(data).items():
+        kind, name = key.split("/", 1)
+        parts[kind][name] = value
+    if parts["patch"].keys() != parts["rows"].keys():
+        raise ValueError("rows without their patches")
+    rows = {name: (numbers, parts["rows"][name]) for name, numbers in parts["patch"].items()}
+    delta = Delta(rows, parts["whole"] | parts["factor"])
+    delta.check()
+    return delta
 
 
 class Archive:
@@ -226,58 +215,35 @@ class Branch:
     @torch.no_grad()
     def overlay(self, **notes: Any) -> Overlay:
         """What differs from the base, byte for byte."""
+        own = self.parameters()
+        banks = {name for name, _, key in self._own() if ROLES[key] in PATCH_ROLES}
+        delta = Delta.between(self._before(), own, banks=banks)
+        factors = {name.rsplit(".", 1)[0] for name in delta.whole.keys() & self.factors}
+        both = [f"{name}.{part}" for name in factors for part in ("up", "down")]  # neither is anything alone
+        delta = Delta(delta.rows, {**delta.whole, **{name: copied(own[name]) for name in both}})
+        return Overlay(self.base_hash, delta, notes)
+
+    def _before(self) -> dict[str, Tensor]:
+        """What `parameters` were before anything was learned."""
         base = dict(self.base.named_parameters())
-        grown = {number: layer.num_patches for number, layer in self.model.apn_layers().items()}
-        rows: dict[str, tuple[Tensor, Tensor]] = {}
-        whole: dict[str, Tensor] = {}
-        for number, layer in self.model.apn_layers().items():
-            for name, value in layer.named_parameters():
-                key = f"blocks.{number}.ffn.{name}"
-                old = base[key]
-                if ROLES[name] in PATCH_ROLES:
-                    same = torch.zeros(grown[number], dtype=torch.bool, device=value.device)
-                    same[: len(old)] = (bits(value[: len(old)]) == bits(old)).flatten(1).all(1)
-                    if not same.all():
-                        numbers = (~same).nonzero().flatten()
-                        rows[key] = (numbers.cpu(), value[numbers].cpu())
-                elif not torch.equal(bits(value), bits(old)):
-                    whole[key] = value.detach().cpu().clone()
-        factors: dict[str, Tensor] = {}
-        for name, value in self.others.items():
-            if torch.equal(bits(value), bits(self._start[name])):
-                continue
-            (factors if name in self.factors else whole)[name] = value.detach().cpu().clone()
-        for name in list(factors):  # a factor is nothing without the other one
-            for part in ("up", "down"):
-                key = f"{name.rsplit('.', 1)[0]}.{part}"
-                factors.setdefault(key, self.others[key].detach().cpu().clone())
-        return Overlay(self.base_hash, rows, whole, factors, notes)
+        return {name: base[name] for name, _, _ in self._own()} | self._start
 
     @torch.no_grad()
     def apply(self, overlay: Overlay | None) -> None:
         """Become the base with this overlay: what `overlay()` saw, to the byte. Checked before any change."""
         if overlay is not None:
             self.check(overlay)
-        base = dict(self.base.named_parameters())
-        layers = self.model.apn_layers()
-        for number, layer in layers.items():
+        for number, layer in self.model.apn_layers().items():
             wanted = self.base.apn_layers()[number].num_patches
-            if overlay is not None:
-                wanted = max([wanted, *(int(patches.max()) + 1 for key, (patches, _) in overlay.rows.items()
-                                        if key.startswith(f"blocks.{number}.ffn."))])  # fmt: skip
+            if overlay is not None and str(number) in (patches := overlay.patches()):
+                wanted = max(wanted, patches[str(number)][-1] + 1)
             if layer.num_patches != wanted:
-                layer.resize(wanted)
-        for key, layer, name in self._own():
-            own, old = layer.get_parameter(name), base[key]
-            own[: len(old)] = old
-            if overlay is not None and key in overlay.rows:
-                patches, values = overlay.rows[key]
-                own[patches.to(own.device)] = values.to(own)
-            if overlay is not None and key in overlay.whole:
-                own.copy_(overlay.whole[key])
-        for name, parameter in self.others.items():
-            learned = None if overlay is None else (overlay.whole | overlay.factors).get(name)
-            parameter.copy_(self._start[name] if learned is None else learned)
+                layer.resize(wanted, shrink=True)
+        own = cast(dict[str, Tensor], self.parameters())
+        for name, old in self._before().items():
+            own[name][: len(old)] = old
+        if overlay is not None:
+            overlay.delta.apply(own)
 
     def check(self, overlay: Overlay) -> None:
         """Refuse what does not fit, before anything is changed."""
@@ -286,25 +252,26 @@ class Branch:
                 f"the overlay was made over another base ({overlay.base[:12]}, this one is "
                 f"{self.base_hash[:12]}); nothing was changed"
             )
-        own = {key: layer.get_parameter(name) for key, layer, name in self._own()}
-        for name, value in [*overlay.whole.items(), *overlay.factors.items()]:
-            mine = own.get(name, self.others.get(name))
-            if mine is None or mine.shape != value.shape:
+        try:
+            overlay.delta.check()
+        except ValueError as error:
+            raise ValueError(f"{error}; nothing was changed") from error
+        own = self.parameters()
+        for name, value in overlay.delta.whole.items():
+            if name not in own or own[name].shape != value.shape:
                 raise ValueError(
                     f"the overlay holds {name} {tuple(value.shape)}, which this branch does not: it needs "
                     "the same roles, attention, rank and also. Nothing was changed"
                 )
-        for name, (_, values) in overlay.rows.items():
+        for name, (_, values) in overlay.delta.rows.items():
             if name not in own or own[name].shape[1:] != values.shape[1:]:
                 raise ValueError(f"the overlay holds rows of {name} that do not fit; nothing was changed")
         for number, layer in self.base.apn_layers().items():
             banks = [name for name, _ in layer.named_parameters() if ROLES[name] in PATCH_ROLES]
             added = {}
             for name in banks:
-                patches, _ = overlay.rows.get(f"blocks.{number}.ffn.{name}", (torch.empty(0), None))
-                added[name] = sorted(patch for patch in patches.tolist() if patch >= layer.num_patches)
-                if len(patches.unique()) != len(patches):
-                    raise ValueError(f"a patch of layer {number} is there twice; nothing was changed")
+                patches, _ = overlay.delta.rows.get(f"blocks.{number}.ffn.{name}", (torch.empty(0), None))
+                added[name] = [patch for patch in patches.tolist() if patch >= layer.num_patches]
             count = max(map(len, added.values()))
             wanted = list(range(layer.num_patches, layer.num_patches + count))
             if count > 15 * layer.num_patches or any(new != wanted for new in added.values()):

@@ -17,11 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from attractor import ops
 from attractor.continual.config import UpdateConfig
+from attractor.continual.delta import Delta, copied, rows_of
 from attractor.layer import APN, PATCH_ROLES, ROLES, RoutingStats, check_roles
 
 EPSILON = 1e-8
@@ -119,6 +121,26 @@ def write(writes: Sequence[Write], undo: Undo) -> None:
     for target, rows, values in writes:
         if rows is not None:
             write_rows(target, rows, values, undo)
+
+
+def delta_of(before: Mapping[str, Tensor], after: Mapping[str, Tensor], undo: Undo) -> Delta:
+    """What was changed, by what it overwrote: a row that nothing wrote is not looked at.
+
+    `before` and `after` are the tensors themselves, by name, as they were held before and are held now.
+    """
+    names = {tensor: name for name, tensor in after.items()}
+    whole = {name for name, tensor in after.items() if tensor is not before[name]}  # another one now
+    written: dict[str, list[Tensor]] = {}
+    for entry in undo:
+        if isinstance(entry, Overwritten) and entry.target in names and len(entry.rows):
+            written.setdefault(names[entry.target], []).append(entry.rows.cpu())
+    numbers = {name: parts[0] if len(parts) == 1 else torch.cat(parts) for name, parts in written.items()}
+    numbers = {name: torch.from_numpy(np.unique(rows.numpy())) for name, rows in numbers.items()}
+    whole |= {name for name, rows in numbers.items() if len(rows) == len(after[name])}
+    return Delta(
+        {name: rows_of(after[name], rows) for name, rows in sorted(numbers.items()) if name not in whole},
+        {name: copied(after[name]) for name in sorted(whole)},
+    )
 
 
 @functools.lru_cache(maxsize=64)

@@ -156,7 +156,7 @@ class CausalLM(nn.Module):
         return Cache()
 
     def new_row(self) -> RaggedRows:
-        """For a text that others may join: see `attractor.serve.lanes`."""
+        """For a text that others may join: see `attractor.serve.decode.sequences`."""
         return RaggedRows()
 
     def apn_layers(self) -> dict[int, APN]:

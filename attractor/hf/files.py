@@ -111,7 +111,10 @@ def write(
     described = {
         "format": FORMAT, "attractor": __version__, "torch": torch.__version__,
         "transformers": metadata.version("transformers"),
-        "base": {"class": type(model).__name__, "config": base_fields(model), "weights": weights},
+        "base": {
+            "class": type(model).__name__, "config": base_fields(model), "weights": weights,
+            "loaded_from": whole_path(model.name_or_path) if getattr(model, "name_or_path", "") else None,
+        },
         "mode": mode, "source": source, "attention": list(attention), "tensors": tensors_hash(tensors),
         "dtypes": {place: _name(layer.encoder.dtype) for place, layer in layers.items()},
         "layers": {place: layer.config.to_dict() for place, layer in layers.items()},
@@ -127,6 +130,20 @@ def write(
         (partial / CONFIG).write_text(json.dumps({**described, "digest": digest}, indent=2))
 
     write_folder(folder.absolute(), fill)
+
+
+def loaded_from(folder: str | Path) -> str | None:
+    """The name or path of the base, where the folder of a retrofit says it; earlier releases did not."""
+    try:
+        found = json.loads((Path(folder) / CONFIG).read_text())["base"].get("loaded_from")
+    except (OSError, LookupError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(f"{folder} holds no retrofit that can be read: {error}") from error
+    return found if isinstance(found, str) else None
+
+
+def whole_path(source: str | Path) -> str:
+    """A path that means the same from every folder; a name stays what it is."""
+    return str(Path(source).resolve()) if Path(source).exists() else str(source)
 
 
 def read(folder: str | Path, dim: int, backend: str) -> Saved:

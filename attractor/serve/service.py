@@ -5,6 +5,8 @@ with Service.open(learner, name="tiny", data="served", canaries={"old": tokens})
     service.learn(["a text"], source="kjv", key="k1")
 """
 
+import functools
+import itertools
 import logging
 import queue
 import threading
@@ -12,30 +14,28 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 
 from attractor.config import JSONConfig, check_number, check_size
 from attractor.continual.guarded import GuardedLearner
-from attractor.serve.engine import Engine, Job, Pin, Ticket
+from attractor.serve.decode.engine import Engine, Job, Pin
+from attractor.serve.decode.stream import Stream
 from attractor.serve.errors import Busy, Unavailable
-from attractor.serve.files import Files
-from attractor.serve.journal import SyncName
-from attractor.serve.monitoring import Monitor
 from attractor.serve.rules import SELF, Canaries, Rules, self_canary
-from attractor.serve.state import State
-from attractor.serve.store import Store
-from attractor.serve.teacher import Teacher, blank, identity
+from attractor.serve.store import Store, SyncName
+from attractor.serve.teacher import Teacher, identity
 
 log = logging.getLogger("attractor")
 
-RESERVED = 8
-"""Places in the queue for taking lessons back: a flood of lessons must not stop that."""
+READ_AGAIN = 64 << 20
+"""Bytes of records that a start may read again: where there are more, a snapshot is written at the end."""
+Verb = Literal["learn", "rollback", "forget"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,8 @@ class Limits(JSONConfig):
     """Texts that wait for a place."""
     lessons: int = 64
     """Lessons that wait for the writer."""
+    administration: int = 8
+    """Rollbacks and deletions that wait for the writer: they have places of their own, and go first."""
     snapshot_every: int = 256
     """Lessons from one snapshot to the next: what a start has to read again, at most."""
     keep_snapshots: int = 8
@@ -58,7 +60,7 @@ class Limits(JSONConfig):
     """Seconds that texts under way have to end when the server does."""
 
     def __post_init__(self) -> None:
-        for name in ("rows", "waiting", "lessons", "snapshot_every", "keep_snapshots"):
+        for name in ("rows", "waiting", "lessons", "administration", "snapshot_every", "keep_snapshots"):
             check_size(name, getattr(self, name))
         check_number("learning_share", self.learning_share, "0 < share <= 1", lambda s: 0 < s <= 1)
         check_number("drain", self.drain, "a number of seconds, 0 or more", lambda s: s >= 0)
@@ -74,11 +76,22 @@ def share_of_cores() -> int:
 
 @contextmanager
 def no_snapshot_is_no_harm() -> Iterator[None]:
-    """The journal has everything: it only takes longer to start."""
+    """The records have everything: it only takes longer to start."""
     try:
         yield
     except Exception as error:  # none of them may end the writer, or keep the folder open
         log.warning("no snapshot could be written: %s", error)
+
+
+@dataclass(order=True)
+class Call:
+    """A change that waits for the writer, or without an action the end of its work."""
+
+    rank: int  # the smallest goes first
+    number: int
+    kind: str = field(default="", compare=False)
+    action: Callable[[], dict[str, Any]] | None = field(default=None, compare=False)
+    done: Future[dict[str, Any]] = field(default_factory=Future, compare=False)
 
 
 class Service:
@@ -96,9 +109,10 @@ class Service:
         self.limits, self.rules, self.store = limits, rules, store
         self.started = time.time()
         self._learning = learning
-        self._calls: queue.Queue[tuple[Callable[[], Any], Future[Any]] | None] = queue.Queue()
+        self._calls: queue.PriorityQueue[Call] = queue.PriorityQueue()
+        self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._count = 0  # calls that wait or are being carried out
+        self._places = {"lessons": 0, "administration": 0}  # calls that wait or are being carried out
         self._closed, self._ending = False, threading.Event()
         self._pace = 1.0  # seconds that a call took lately
         self._since_snapshot = 0
@@ -128,7 +142,6 @@ class Service:
         sync: SyncName = "always",
         learning: bool = True,
         stop_tokens: Iterable[int] = (),
-        files: Files | None = None,
     ) -> Self:
         """Serve a learner without overlays; what it learns is kept in the folder `data`.
 
@@ -144,10 +157,7 @@ class Service:
             raise ValueError(f"{SELF!r} is the canary that the base writes: choose another name")
         texts[SELF] = self_canary(learner.base, rules.canary_tokens)
         watch = Canaries(learner.base, texts, rules)
-        store = Store.open(
-            data, identity=identity(learner), blank=lambda: blank(learner), sync=sync,
-            keep_snapshots=limits.keep_snapshots, files=files,
-        )  # fmt: skip
+        store = Store.open(data, identity=identity(learner), sync=sync, keep_snapshots=limits.keep_snapshots)
         try:
             return cls(learner, store, name, watch, rules, limits, learning, frozenset(stop_tokens))
         except BaseException:
@@ -167,7 +177,7 @@ class Service:
     def paths(self) -> list[str]:
         return list(self.teacher.publication.paths)
 
-    def submit(self, job: Job, pin: Pin | None = None) -> Ticket:
+    def submit(self, job: Job, pin: Pin | None = None) -> Stream:
         """Jobs that share a pin are written with the same version."""
         if not self.engine.is_alive and not self._closed:
             raise Unavailable("the engine has stopped: start the server again")
@@ -175,8 +185,8 @@ class Service:
 
     def versions(self, limit: int = 100, before: int | None = None) -> list[dict[str, Any]]:
         """The newest first."""
-        lines = [line for line in self.teacher.told["history"] if before is None or line["version"] < before]
-        return lines[: -limit - 1 : -1]
+        shown = self.version + 1
+        return self.store.history(limit, shown if before is None else min(before, shown))
 
     def overlays(self) -> dict[str, dict[str, Any]]:
         return self.teacher.told["overlays"]
@@ -192,34 +202,50 @@ class Service:
 
     # --- changing
 
-    def learn(self, texts: list[str], source: str, key: str | None = None) -> dict[str, Any]:
-        return self._call(lambda: self.teacher.learn(texts, source, key))
+    def learn(
+        self, texts: list[str], source: str, key: str | None = None, sender: str | None = None
+    ) -> dict[str, Any]:
+        """A `key` is for this lesson of this `sender` alone; given again, the answer is given again."""
+        return self.begin("learn", texts, source, key, sender).result()
 
-    def rollback(self, version: int, key: str | None = None) -> dict[str, Any]:
-        return self._call(lambda: self.teacher.rollback(version, key), places=RESERVED)
+    def rollback(self, version: int, key: str | None = None, sender: str | None = None) -> dict[str, Any]:
+        """Everything as it was at a version, but for what was erased since."""
+        return self.begin("rollback", version, key, sender).result()
 
-    def forget(self, source: str, key: str | None = None) -> dict[str, Any]:
-        return self._call(lambda: self.teacher.forget(source, key), places=RESERVED)
+    def forget(
+        self, source: str, key: str | None = None, sender: str | None = None, erase: bool = False
+    ) -> dict[str, Any]:
+        """A rollback can bring a source back that was forgotten, and none that was erased."""
+        return self.begin("forget", source, key, sender, erase).result()
 
-    def _call(self, action: Callable[[], dict[str, Any]], *, places: int = 0) -> dict[str, Any]:
-        """Have the writer do it, in turn. Busy where too many wait; `places` are beyond those of lessons."""
+    def begin(self, verb: Verb, *arguments: Any) -> Future[dict[str, Any]]:
+        """Queue a change for the writer. It can be cancelled until the writer takes it up.
+
+        Raises Busy where too many wait already.
+        """
         if not self._learning:
             raise Unavailable("this server does not learn: it was started without it")
+        kind, rank = ("lessons", 1) if verb == "learn" else ("administration", 0)
         done: Future[dict[str, Any]] = Future()
         with self._lock:
             if self._closed:
                 raise Unavailable("the server is closing")
-            if self._count >= self.limits.lessons + places:
-                message = f"{self._count} lessons wait already, as many as may"
-                raise Busy(message, retry_after=max(1.0, self._count * self._pace))
-            self._count += 1
-            self._calls.put((action, done))
-        return done.result()
+            if (count := self._places[kind]) >= getattr(self.limits, kind):
+                message = f"{count} calls wait already, as many as may (limits.{kind})"
+                raise Busy(message, retry_after=max(1.0, count * self._pace))
+            self._places[kind] += 1
+            action = functools.partial(getattr(self.teacher, verb), *arguments)
+            self._calls.put(Call(rank, next(self._numbers), kind, action, done))
+        return done
 
     def _write(self) -> None:
         torch.set_num_threads(share_of_cores())
-        while (call := self._calls.get()) is not None:
-            action, done = call
+        while (action := (call := self._calls.get()).action) is not None:
+            done = call.done
+            if not done.set_running_or_notify_cancel():  # the client has disconnected
+                with self._lock:
+                    self._places[call.kind] -= 1
+                continue
             started = time.monotonic()
             try:
                 if self._closed:
@@ -233,7 +259,8 @@ class Service:
                 self._since_snapshot += not answer["repeated"]
                 done.set_result(answer)
             with self._lock:
-                self._count -= 1
+                self._places[call.kind] -= 1
+            self.store.settle()
             if self._since_snapshot >= self.limits.snapshot_every:
                 self._begin_snapshot()
             self._readers_first(time.monotonic() - started)
@@ -248,64 +275,58 @@ class Service:
                 return
 
     def _begin_snapshot(self) -> None:
-        """A copy is made here, between two lessons; writing it takes a thread of its own, and its time."""
+        """It is read from the records, in a thread of its own that takes its time."""
         if self._snapshots is not None and self._snapshots.is_alive():
             return
-        if not self.teacher.is_current:
-            return
         self._since_snapshot = 0
-        with no_snapshot_is_no_harm():
-            self.store.rotate()
-            state = self.teacher.state()
-            self._snapshots = threading.Thread(target=self._snapshot, args=(state, 0.2), daemon=True)
-            self._snapshots.start()
+        self._snapshots = threading.Thread(target=self._snapshot, args=(0.2,), daemon=True)
+        self._snapshots.start()
 
-    def _snapshot(self, state: State, share: float = 1.0) -> None:
+    def _snapshot(self, share: float = 1.0) -> None:
         with no_snapshot_is_no_harm():
-            self.store.snapshot(state, share=share)
+            self.store.snapshot(share=share)
 
     # --- watching
 
-    def monitor(self) -> Monitor:
-        """Figures for a dashboard; no poll waits for the writer."""
+    def monitor(self) -> dict[str, Any]:
+        """Figures for a dashboard, as `attractor.serve.http.monitor` describes them; no poll waits."""
         told, figures = self.teacher.told, self.engine.stats()
         recent = [
             {"at": seen["at"], "version": seen["version"], "shares": seen["posterior"]}
             for seen in figures["recent"]
         ]
         with self._lock:
-            count = self._count
+            count = sum(self._places.values())
         budget = self.rules.drift
         drift = {} if budget is None else {n: {"used": u, "budget": budget} for n, u in told["drift"].items()}
-        values: dict[str, Any] = {
+        return {
             "version": self.version, "uptime": time.time() - self.started, "learning": self._learning,
             "progressive": told["progressive"], "canaries": told["canaries"], "usage": told["usage"],
             "overlays": told["overlays"], "drift": drift, "posteriors": recent,
             "queue": {"generating": figures["rows"], "waiting": figures["waiting"], "learning": count,
                       "limit": self.limits.lessons},
             "tokens_per_second": figures["tokens_per_second"],
-            "journal": {"last": self.store.last, "bytes": self.store.journal.nbytes,
+            "journal": {"last": self.store.last, "bytes": self.store.nbytes,
                         "recovered": self.store.recovered},
         }  # fmt: skip
-        return cast(Monitor, values)
 
     # --- ending
 
     def close(self) -> None:
-        """Finish what was begun, write a snapshot, let others open the folder. What waits is Unavailable."""
+        """Finish what was begun, and let others open the folder. What waits is Unavailable."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
             self._ending.set()
-            self._calls.put(None)
+            self._calls.put(Call(2, next(self._numbers)))
         self.engine.close(self.limits.drain)
         self._writer.join()
         if self._snapshots is not None:
             self._snapshots.join()
         with no_snapshot_is_no_harm():
-            self.store.rotate()
-            self.store.snapshot(self.teacher.state() if self.teacher.is_current else None)
+            if self.store.bytes_to_read > READ_AGAIN:
+                self.store.snapshot()
         self.store.close()
 
     def __enter__(self) -> Self:

@@ -20,26 +20,24 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from attractor import monitor
+from attractor.continual.delta import Delta
 from attractor.continual.guard import BASE, Guard
 from attractor.continual.guarded import GuardedLearner, Source
 from attractor.continual.observation import Observation
-from attractor.continual.update import NotFiniteUpdate
+from attractor.continual.update import NotFiniteUpdate, Undo, delta_of
+from attractor.serve.decode.sequences import Publication
 from attractor.serve.effects import (
-    Change,
+    WEIGHTS,
     Frames,
-    Touched,
-    change_of,
     fields_of,
     fill,
+    patches_of,
     reading_copy,
     tensors_of,
 )
-from attractor.serve.errors import Busy, Refused, Unavailable
-from attractor.serve.lanes import Publication
+from attractor.serve.errors import Busy, Refused, StoreDamaged, Unavailable
 from attractor.serve.rules import Canaries, Rules
-from attractor.serve.segments import JournalDamaged, Record
-from attractor.serve.state import SourceState, State, note
-from attractor.serve.store import Store
+from attractor.serve.store import State, Store
 
 log = logging.getLogger("attractor")
 
@@ -57,9 +55,9 @@ def identity(learner: GuardedLearner) -> str:
     return f"{learner.base_hash}/{hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:16]}"
 
 
-def blank(learner: GuardedLearner) -> dict[str, Any]:
-    """What a source is before its first lesson, for the store."""
-    return {name: value.detach().cpu() for name, value in tensors_of(learner.new_source()).items()}
+def content(*parts: Any) -> str:
+    """A hash of what was asked for, which its idempotency key is bound to."""
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 class Built(NamedTuple):
@@ -67,7 +65,7 @@ class Built(NamedTuple):
 
     sources: dict[str, Source]
     frames: dict[str, Frames]
-    touched: dict[str, Touched]
+    learned: dict[str, Delta]  # of their weights, since the base
     changed: dict[str, int]  # the version that last changed it
     drifts: dict[str, float]
 
@@ -89,7 +87,7 @@ class Teacher:
         self.publish = publish
         self.sources: dict[str, Source] = {}
         self.frames: dict[str, Frames] = {}
-        self.touched: dict[str, Touched] = {}
+        self.learned: dict[str, Delta] = {}  # of weights, since the base
         self.base = reading_copy(learner.base)
         self.drifts: dict[str, float] = {}
         self.changed: dict[str, int] = {}  # source -> the version that last changed it
@@ -97,13 +95,9 @@ class Teacher:
         self.watched: dict[str, deque[dict[str, Any]]] = {
             name: deque(maxlen=RECENT) for name in canaries.whole
         }
-        state = store.state_at()
-        self._take(self._built(state))
-        self.kept = state
-        state.sources = {}  # they live here now
+        self._take(self._built(store.state_at()))
         # where an audit goes back to; never before what somebody took back: it would be there again
-        taken_back = (line["version"] for line in self.kept.history if line["kind"] != "lesson")
-        self.audited = max(store.oldest, *taken_back, 0)
+        self.audited = max(store.oldest, store.taken_back)
         self.since_audit = 0
         self._recall()
         self._publish(store.last)
@@ -120,9 +114,12 @@ class Teacher:
 
     # --- what changes
 
-    def learn(self, texts: list[str], source: str, key: str | None = None) -> dict[str, Any]:
+    def learn(
+        self, texts: list[str], source: str, key: str | None = None, sender: str | None = None
+    ) -> dict[str, Any]:
         """Learn from texts, each without the context of the others: one lesson, whole or not at all."""
-        if (known := self._known(key, "taught")) is not None:
+        asked = self._asked(key, sender, "lesson", source, texts)
+        if (known := self._known(**asked)) is not None:
             return known
         tokens = self._tokens(texts)
         self._check_quota(source, sum(map(len, tokens)))
@@ -136,22 +133,23 @@ class Teacher:
             held = self.learner.new_source()
         try:
             with held.learner.attempt() as undo:
-                answer, change, version = self._attempt(held, source, tokens, key, undo)
+                answer, weights = self._attempt(held, source, tokens, asked, undo)
         except NotFiniteUpdate as error:
             raise Refused(f"the lesson would not leave finite numbers: {error}") from error
         held.version += 1
+        version = answer["version"]
         self.sources[source], self.changed[source] = held, version
-        self.touched.setdefault(source, Touched()).add(change)
+        self.learned[source] = self.learned.get(source, Delta()).merge(weights)
         self.progressive.append({"version": version, "loss": answer["loss"], "source": source})
-        self._show(source, change, version)
+        self._show(source, weights, version)
         self.since_audit += 1
         if self.since_audit >= self.rules.audit_every:
             self.audit()
         return {**answer, "repeated": False, "now": self.version}
 
     def _attempt(
-        self, held: Source, source: str, texts: list[np.ndarray], key: str | None, undo: Any
-    ) -> tuple[dict[str, Any], Change, int]:
+        self, held: Source, source: str, texts: list[np.ndarray], asked: dict[str, Any], undo: Undo
+    ) -> tuple[dict[str, Any], Delta]:
         before = tensors_of(held)
         learner = held.learner
         seen = Observation()
@@ -160,27 +158,30 @@ class Teacher:
             seen = seen.then(learner.observe(tokens))
         learner.history = learner.history[:0]
         seen = seen.then(learner.flush())
-        live = tensors_of(held)
-        change = change_of(before, live, undo)
+        delta = delta_of(before, tensors_of(held), undo)
+        weights = delta.under(WEIGHTS)
         figures = self.canaries.judge(self._guard(source, held), held.branch.model)
-        version = self.store.last + 1
-        touched = {str(n): change.patches(f"weights/blocks.{n}.ffn.") for n in learner.layers}
-        tensors = change.tensors()
-        answer = {
-            "version": version, "source": source, "loss": seen.loss,
-            "tokens": seen.tokens, "taught": seen.taught, "held_back": seen.held_back, "patches": touched,
-            "bytes": sum(tensor.nbytes for tensor in tensors.values()), "canaries": figures,
-        }  # fmt: skip
+        answer: dict[str, Any] = {
+            "version": self.store.last + 1,
+            "source": source,
+            "loss": seen.loss,
+            "tokens": seen.tokens,
+            "taught": seen.taught,
+            "held_back": seen.held_back,
+            "patches": {str(layer): patches_of(weights, layer) for layer in learner.layers},
+            "bytes": delta.nbytes,
+            "canaries": figures,
+        }
         fields = {**fields_of(held), "lessons": held.version + 1}
-        told = {"source": source, "key": key, "answer": answer, "fields": fields, "at": now()}
-        self._commit("lesson", told, tensors)
-        self._watch(version, figures)
+        self._commit("lesson", answer, source=source, fields=fields, delta=delta, **asked)
+        self._watch(answer["version"], figures)
         self.drifts[source] = worst_drift(figures)
-        return answer, change, version
+        return answer, weights
 
-    def rollback(self, version: int, key: str | None = None) -> dict[str, Any]:
-        """Everything as it was at a version, to the bit. What came after it stays in the journal."""
-        if (known := self._known(key, "to", to=version)) is not None:
+    def rollback(self, version: int, key: str | None = None, sender: str | None = None) -> dict[str, Any]:
+        """Everything as it was at a version, to the bit, but for what was erased since."""
+        asked = self._asked(key, sender, "rollback", version)
+        if (known := self._known(**asked)) is not None:
             return known
         if not self.store.oldest <= version <= self.store.last:
             raise ValueError(
@@ -188,30 +189,40 @@ class Teacher:
             )
         try:
             built = self._built(self.store.state_at(version))
-        except (OSError, JournalDamaged) as error:
+        except (OSError, StoreDamaged) as error:
             log.error("version %d cannot be read: %s", version, error)
             raise Unavailable(f"nothing was changed, because version {version} cannot be read") from error
         answer = {"version": self.store.last + 1, "to": version}
-        self._commit("rollback", {"to": version, "key": key, "answer": answer, "at": now()})
+        self._commit("rollback", answer, target=version, **asked)
         self._take(built)
         self.audited = answer["version"]
         self._publish(answer["version"])
         return {**answer, "repeated": False}
 
-    def forget(self, source: str, key: str | None = None) -> dict[str, Any]:
-        """Take away all that a source taught; exact, because nothing else wrote there."""
-        if (known := self._known(key, "lessons", source=source)) is not None:
+    def forget(
+        self, source: str, key: str | None = None, sender: str | None = None, erase: bool = False
+    ) -> dict[str, Any]:
+        """Take away all that a source taught; exact, because nothing else wrote there.
+
+        A rollback to an earlier version brings it back, unless it is erased: then what its lessons changed is
+        removed from the database, also where the source was forgotten before.
+        """
+        asked = self._asked(key, sender, "erase" if erase else "drop", source)
+        if (known := self._known(**asked)) is not None:
             return known
-        if source not in self.sources:
+        held = self.sources.get(source)
+        if held is None and not (erase and self.store.holds(source)):
             raise LookupError(f"nothing is kept for {source!r}; sources: {sorted(self.sources)}")
         answer: dict[str, Any] = {
-            "version": self.store.last + 1, "source": source, "tokens": self.sources[source].tokens,
-            "lessons": self.sources[source].version,
-        }  # fmt: skip
-        self._commit("drop", {"source": source, "key": key, "answer": answer, "at": now()})
-        for kept in (self.sources, self.frames, self.touched, self.changed):
-            del kept[source]
-        self.drifts.pop(source, None)
+            "version": self.store.last + 1,
+            "source": source,
+            "tokens": held.tokens if held else 0,
+            "lessons": held.version if held else 0,
+            "erased": erase,
+        }
+        self._commit("erase" if erase else "drop", answer, source=source, **asked)
+        for kept in (self.sources, self.frames, self.learned, self.changed, self.drifts):
+            kept.pop(source, None)
         self.audited = answer["version"]
         self._publish(answer["version"])
         return {**answer, "repeated": False}
@@ -253,27 +264,24 @@ class Teacher:
 
     # --- what is
 
-    def state(self) -> State:
-        """A copy of everything that is durable, for a snapshot."""
-        sources = {
-            name: SourceState({key: value.detach().cpu().clone() for key, value in tensors_of(held).items()},
-                              fields_of(held))
-            for name, held in self.sources.items()
-        }  # fmt: skip
-        return State(self.version, sources, dict(self.kept.answers), list(self.kept.history))
-
     def _tell(self) -> None:
         """Figures for whoever watches, from any thread: they are replaced, never changed."""
         self.told: dict[str, Any] = {
             "progressive": list(self.progressive),
             "canaries": {name: list(seen) for name, seen in self.watched.items()},
-            "usage": self._usage(), "drift": dict(self.drifts), "history": list(self.kept.history),
+            "usage": self._usage(), "drift": dict(self.drifts),
             "overlays": {
                 name: {"version": self.changed[name], "lessons": held.version, "tokens": held.tokens,
-                       **self.touched[name].figures(held)}
+                       **self._size(name, held)}
                 for name, held in self.sources.items()
             },
         }  # fmt: skip
+
+    def _size(self, name: str, held: Source) -> dict[str, Any]:
+        """Bytes of weights that a source changed, and how many patches of each layer."""
+        weights = self.learned[name]
+        patches = {str(layer): len(patches_of(weights, layer)) for layer in held.learner.layers}
+        return {"bytes": sum(value.nbytes for value in weights.values()), "patches": patches}
 
     def _usage(self) -> dict[str, dict[str, Any]]:
         """By layer: how evenly patches are used by what is taught, and how much each is."""
@@ -290,14 +298,20 @@ class Teacher:
 
     # --- inside
 
-    def _known(self, key: str | None, part: str, **same: Any) -> dict[str, Any] | None:
-        """The answer that was given to this key before; only answers of its kind have this part."""
-        if key is None or key not in self.kept.answers:
+    def _asked(self, key: str | None, sender: str | None, *what: Any) -> dict[str, Any]:
+        """What a record keeps of a request: its key, what that is bound to, and who sent it."""
+        return {"key": key, "sender": sender, "content": None if key is None else content(*what)}
+
+    def _known(self, key: str | None, sender: str | None, content: str | None) -> dict[str, Any] | None:
+        """The answer that was given to this key before."""
+        if key is None or content is None:
             return None
-        answer = self.kept.answers[key]
-        if part not in answer or not same.items() <= answer.items():
-            raise ValueError(f"the key {key!r} was given with something else before: take a new one")
-        return {**answer, "repeated": True}
+        try:
+            answer = self.store.answer_to(key, sender, content)
+        except (OSError, StoreDamaged) as error:
+            log.error("what was answered to a key cannot be read: %s", error)
+            raise Unavailable("nothing was changed, because earlier answers cannot be read") from error
+        return None if answer is None else {**answer, "repeated": True}
 
     def _tokens(self, texts: list[str]) -> list[np.ndarray]:
         if not texts:
@@ -330,29 +344,30 @@ class Teacher:
         )  # fmt: skip
         return guard.to(self.learner.device).eval()
 
-    def _commit(self, kind: str, fields: dict[str, Any], tensors: dict[str, Any] | None = None) -> None:
+    def _commit(self, kind: str, answer: dict[str, Any], **columns: Any) -> None:
         if not self.is_current:
             raise Unavailable("a version is durable and could not be shown: start the server again")
         try:
-            version = self.store.commit(kind, fields, tensors)
-        except OSError as error:
+            self.store.commit(kind, answer, at=now(), **columns)
+        except (OSError, StoreDamaged) as error:
+            log.error("a %s could not be made durable: %s", kind, error)
+            reason = error.reason if isinstance(error, StoreDamaged) else error.strerror or error
             raise Unavailable(
-                f"nothing was changed, because it could not be made durable: {error.strerror or error}"
+                f"nothing was changed, because it could not be made durable: {reason}"
             ) from error
-        note(self.kept, Record(version, kind, fields, {}))
 
     def _built(self, state: State) -> Built:
         """What lives here of a state of the store; nothing of ours changes yet."""
-        sources = {}
+        sources, learned = {}, {}
         for name, kept in state.sources.items():
-            sources[name] = self.learner.new_source()
-            fill(sources[name], kept.tensors, kept.fields)
-        changed = last_changes(state.history)
+            sources[name], delta = self.learner.new_source(), kept.delta
+            fill(sources[name], delta, kept.fields)
+            learned[name] = delta.under(WEIGHTS)
         return Built(
             sources,
             {name: Frames(held) for name, held in sources.items()},
-            {name: Touched.of(held) for name, held in sources.items()},
-            {name: changed.get(name, 0) for name in sources},
+            learned,
+            {name: kept.version for name, kept in state.sources.items()},
             {
                 name: worst_drift(self.canaries.measure(None, held.branch.model))
                 for name, held in sources.items()
@@ -360,12 +375,12 @@ class Teacher:
         )
 
     def _take(self, built: Built) -> None:
-        """Become what was built. Answers and history only ever grow: a rollback keeps them."""
-        self.sources, self.frames, self.touched, self.changed, self.drifts = built
+        """Become what was built."""
+        self.sources, self.frames, self.learned, self.changed, self.drifts = built
 
     def _recall(self) -> None:
         """What watchers saw before the server was stopped, as far as the store knows it."""
-        for line in self.kept.history:
+        for line in reversed(self.store.history(RECENT)):
             if line["kind"] == "lesson":
                 self.progressive.append({name: line.get(name) for name in ("version", "loss", "source")})
         self._watch(self.store.last, self.canaries.measure(self._guard(), None))
@@ -374,9 +389,9 @@ class Teacher:
         for name, told in figures.items():
             self.watched[name].append({"version": version, "perplexity": told["perplexity"]})
 
-    def _show(self, source: str, change: Change, version: int) -> None:
+    def _show(self, source: str, weights: Delta, version: int) -> None:
         if source in self.frames:
-            self.frames[source].after(change)
+            self.frames[source].after(weights)
         else:
             self.frames[source] = Frames(self.sources[source])
         self._publish(version)
@@ -389,20 +404,6 @@ class Teacher:
             own.newest.users.add(self.publication)
         self._tell()
         self.publish(self.publication)
-
-
-def last_changes(history: list[dict[str, Any]]) -> dict[str, int]:
-    """Source -> the version that last changed what is there of it."""
-    found: dict[str, int] = {}
-    at = {0: found}
-    for line in history:
-        if line["kind"] == "rollback":
-            found = at.get(line["to"], {})
-        else:
-            found = {name: version for name, version in found.items() if name != line["source"]}
-            found |= {line["source"]: line["version"]} if line["kind"] == "lesson" else {}
-        at[line["version"]] = found
-    return found
 
 
 def worst_drift(figures: dict[str, Any]) -> float:

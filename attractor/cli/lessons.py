@@ -1,0 +1,273 @@
+"""attractor ask|chat|teach|lessons"""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from attractor.cli.common import Device, ModelName, otherwise
+from attractor.config import check_size
+
+if TYPE_CHECKING:
+    from attractor.continual.lessons import Lesson
+    from attractor.front import Model, Taught
+
+ARROW = "=>"
+LESSONS = "lessons.json"
+
+
+@dataclass(kw_only=True)
+class Ask:
+    """Ask a model a question; its likeliest answer goes to the standard output."""
+
+    model: ModelName
+    """A run, a saved model or learner, a retrofit, saved lessons, a Hugging Face model, or smollm2-135m."""
+    question: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="QUESTION")]
+    max_tokens: int = 60
+    """The longest answer."""
+    device: Device = None
+    """cpu, cuda, cuda:1, ..."""
+
+    def run(self) -> int:
+        from attractor.front import load
+
+        check_size("max_tokens", self.max_tokens)
+        if not self.question.strip():
+            raise ValueError("the question is empty")
+        model = load(self.model, device=self.device)
+        messages = [{"role": "user", "content": self.question}]
+        answer = model.ask(self.question, max_tokens=self.max_tokens)
+        print(answer)
+        if model.lessons():
+            print(which_lessons(model, model.prompt_for(messages) + answer), file=sys.stderr)
+        return 0
+
+
+@dataclass(kw_only=True)
+class Chat:
+    """Talk with a model in the terminal; it remembers the conversation. Ctrl-C or Ctrl-D ends it."""
+
+    model: ModelName
+    """A run, a saved model or learner, a retrofit, saved lessons, a Hugging Face model, or smollm2-135m."""
+    max_tokens: int = 200
+    """The longest answer."""
+    temperature: float = 0.0
+    """0 always takes the likeliest token."""
+    device: Device = None
+    """cpu, cuda, cuda:1, ..."""
+
+    def run(self) -> int:
+        from attractor.front import load
+
+        check_size("max_tokens", self.max_tokens)
+        model = load(self.model, device=self.device)
+        if sys.stdin.isatty():
+            import readline  # noqa: F401 (importing it gives input() a history and the arrow keys)
+
+            print("Ctrl-C or Ctrl-D ends the conversation.", file=sys.stderr)
+        messages: list[dict[str, str]] = []
+        try:
+            while True:
+                said = input("> " if sys.stdin.isatty() else "").strip()
+                if said:
+                    messages.append({"role": "user", "content": said})
+                    messages.append({"role": "assistant", "content": self._answer(model, messages)})
+        except (EOFError, KeyboardInterrupt):
+            print("\nGood bye.", file=sys.stderr)
+        return 0
+
+    def _answer(self, model: "Model", messages: list[dict[str, str]]) -> str:
+        answer = ""
+        for piece in model.reply(messages, max_tokens=self.max_tokens, temperature=self.temperature):
+            print(piece, end="", flush=True)
+            answer += piece
+        print()
+        return answer.strip()
+
+
+@dataclass(kw_only=True)
+class Teach:
+    """Teach a model, test that it knows what it was taught, and save it.
+
+    A form is a sentence, or "PROMPT => ANSWER". A lesson wants several forms that share its subject. What is
+    not known afterwards is taken back and not saved, and the command ends with status 1.
+    """
+
+    model: ModelName
+    """Saved lessons to add to, a Hugging Face model or smollm2-135m; or one with APN layers of its own."""
+    forms: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(name="form")] = ()
+    """A form of what is to be known; give this option several times."""
+    file: Annotated[Path | None, otherwise("--form alone", "PATH")] = None
+    """A .json or .jsonl file of forms of one lesson, or of lessons: {"subject": ..., "forms": [...]}."""
+    subject: Annotated[str | None, otherwise("the longest text that all forms share", "TEXT")] = None
+    """What the lesson is about."""
+    save: Annotated[Path | None, otherwise("MODEL, if that is a folder with lessons", "PATH")] = None
+    """The folder to write; every verb takes it as a MODEL."""
+    device: Device = None
+    """cpu, cuda, cuda:1, ..."""
+
+    def run(self) -> int:
+        wanted = self._lessons()
+        folder = self._folder()
+        from tqdm import tqdm
+
+        from attractor.front import load
+
+        model = load(self.model, device=self.device)
+        missed = 0
+        for forms, subject in wanted:
+            with tqdm(unit="pass", desc="learning", leave=False) as bar:
+
+                def show(done: int, known: float, bar: Any = bar) -> None:
+                    bar.n = done
+                    bar.set_postfix_str(f"{known:.0%} predicted")
+
+                lesson = model.learn(forms, subject=subject, report=show)
+            print(told(lesson), flush=True)
+            if lesson.known < 1:
+                missed += 1
+                if model.source is None:
+                    raise ValueError(f"nothing was saved: {folder} is as it was")
+                model.forget(lesson)
+        if missed < len(wanted):
+            model.save(folder)
+            print(f"saved in {folder}: try `attractor ask {folder} ...`")
+        return 1 if missed else 0
+
+    def _lessons(self) -> list[tuple[list[Any], str | None]]:
+        lessons: list[tuple[list[Any], str | None]] = []
+        forms: list[Any] = [read_form(form) for form in self.forms]
+        for entry in [] if self.file is None else read_entries(self.file):
+            if isinstance(entry, dict) and "forms" in entry:
+                lessons.append(([read_form(form) for form in entry["forms"]], entry.get("subject")))
+            else:
+                forms.append(read_form(entry))
+        if forms:
+            lessons.append((forms, self.subject))
+        if not lessons:
+            raise ValueError('there is nothing to teach: give --form "PROMPT => ANSWER", or --file')
+        return lessons
+
+    def _folder(self) -> Path:
+        if self.save is None and not (Path(self.model) / LESSONS).is_file():
+            raise ValueError("name a folder for what is learned: --save FOLDER")
+        folder = Path(self.model) if self.save is None else self.save
+        known = ((folder / name).is_file() for name in (LESSONS, "learner.json"))
+        if folder.exists() and not any(known):
+            raise ValueError(f"--save {folder} is there already and holds no lessons: choose another folder")
+        return folder
+
+
+@dataclass(kw_only=True)
+class ListLessons:
+    """List the lessons in a folder that `attractor teach` wrote, or forget some of them."""
+
+    folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER")]
+    forget: tuple[int, ...] = ()
+    """Numbers of lessons to take back: the model answers as if they had never been taught."""
+    device: Device = None
+    """cpu, cuda, cuda:1, ..."""
+
+    def run(self) -> int:
+        if not (self.folder / LESSONS).is_file():
+            raise ValueError(
+                f"{self.folder} holds no lessons: `attractor teach MODEL --save FOLDER` writes some"
+            )
+        lessons = self._read()
+        known = {lesson["number"] for lesson in lessons}
+        if unknown := set(self.forget) - known:
+            raise ValueError(f"there is no lesson {min(unknown)}; there are {sorted(known)}")
+        if self.forget:
+            from attractor.front import load
+
+            model = load(self.folder, device=self.device)
+            for number in self.forget:
+                model.forget(number)
+            model.save(self.folder)
+            lessons = self._read()
+            print(f"forgotten: {', '.join(map(str, self.forget))}")
+        for lesson in lessons:
+            print(
+                f"{lesson['number']:4d}  {lesson['subject']}: known {lesson['known']:.0%} "
+                f"(before {lesson['known_before']:.0%}), {lesson['patches']} patches, "
+                f"{lesson['bytes']:,} bytes"
+            )
+            for prompt, answer in lesson["forms"]:
+                print(f"        {prompt} {ARROW}{answer}" if prompt else f"        {answer}")
+        if not lessons:
+            print("no lessons: this is the base")
+        return 0
+
+    def _read(self) -> list[dict[str, Any]]:
+        shown = ("number", "subject", "known", "known_before", "patches", "bytes", "forms")
+        try:
+            lessons = json.loads((self.folder / LESSONS).read_text())["lessons"]
+            return [{name: lesson[name] for name in shown} for lesson in lessons]
+        except (ValueError, LookupError, TypeError) as error:
+            raise ValueError(f"{self.folder / LESSONS} cannot be read: {error}") from error
+
+
+def told(lesson: "Lesson | Taught") -> str:
+    """What became of a lesson, for a person."""
+    verdict = "known" if lesson.known == 1 else "NOT KNOWN"
+    parts = [
+        f"lesson {lesson.number} about {lesson.subject!r}: {verdict}",
+        f"  completes {lesson.known:.0%} of {len(lesson.forms)} forms, before {lesson.known_before:.0%}",
+        f"  {lesson.passes} passes, {lesson.patches} patches, {lesson.bytes:,} bytes, {lesson.seconds:.1f} s",
+    ]
+    if lesson.overrides:
+        parts.append(f"  it takes the place of lesson {', '.join(map(str, lesson.overrides))}")
+    if lesson.known < 1:
+        parts.append(
+            "  it was not saved; more forms of it, or a subject that stands in all of them, may help"
+        )
+    return "\n".join(parts)
+
+
+def which_lessons(model: "Model", text: str) -> str:
+    """The lessons that acted on a text, by number and subject."""
+    if len(model.tokenizer.encode(text)) > model.model.config.context:
+        return "(question and answer are too long to say which lessons acted)"
+    acted = sorted({number for number in model.touching(text) if number is not None})
+    if not acted:
+        return "(no lesson acted: this is the base's answer, to the bit)"
+    subjects = {lesson.number: lesson.subject for lesson in model.lessons()}
+    return "(lessons that acted: " + ", ".join(f"{n} about {subjects[n]!r}" for n in acted) + ")"
+
+
+def read_form(form: Any) -> str | tuple[str, str]:
+    """A form as a person writes it: "PROMPT => ANSWER", a sentence, a pair, or {"prompt", "answer"}."""
+    if isinstance(form, str):
+        prompt, arrow, answer = form.partition(ARROW)
+        return (prompt.strip(), " " + answer.strip()) if arrow else form
+    if isinstance(form, dict) and form.keys() == {"prompt", "answer"}:
+        form = [form["prompt"], form["answer"]]
+    if isinstance(form, list) and len(form) == 2 and all(isinstance(part, str) for part in form):
+        return (form[0], form[1])
+    raise ValueError(
+        f'{form!r} is no form of a lesson: give "PROMPT {ARROW} ANSWER", a sentence, ["PROMPT", " ANSWER"], '
+        'or {"prompt": ..., "answer": ...}'
+    )
+
+
+def read_entries(path: Path) -> Iterator[Any]:
+    """The entries of a JSON list, or one for each line of a .jsonl file."""
+    text = path.read_text()
+    if path.suffix == ".jsonl":
+        for number, line in enumerate(text.splitlines(), 1):
+            if line.strip():
+                yield parse_json(line, f"{path}, line {number}")
+        return
+    entries = parse_json(text, str(path))
+    yield from entries if isinstance(entries, list) else [entries]
+
+
+def parse_json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where} is not JSON: {error}") from error

@@ -1,0 +1,184 @@
+"""A sequence is a text that is being written, under the publication that it began with.
+
+sequence = Sequence(publication, prompt, Sampling(temperature=0.8, seed=0))
+for _ in read_prompt(sequence): ...   # piece by piece, so that other texts need not wait for a long prompt
+batch.add(sequence)                   # see `attractor.serve.decode.batch`
+"""
+
+import dataclasses
+import functools
+from collections import abc
+
+import torch
+from torch import Tensor
+
+from attractor.continual.guard import BASE, Guard, log_probabilities
+from attractor.lm import TrainableModel
+from attractor.model import RaggedCache
+from attractor.serve.decode.mixture import Evidence
+
+PIECE = 256
+"""The number of tokens of a prompt, on all paths, that are read before other texts get their turn."""
+
+
+SMALLEST = 1e-30
+"""Log-probabilities divided by this are finite in float32, and this times a probability is not 0."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Publication:
+    """A version of the weights that is never changed again. Paths and settings are those of a `Guard`."""
+
+    version: int
+    paths: abc.Mapping[str, TrainableModel]
+    prior: float = 0.5
+    window: int | None = None
+    pause: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.guard.eval()  # this also raises the errors of a guard here
+
+    @functools.cached_property
+    def guard(self) -> Guard:
+        guard = Guard(self.paths, prior=self.prior, window=self.window, pause=self.pause)
+        guard.log_prior = guard.log_prior.to(next(self.paths[BASE].parameters()).device)  # the paths stay
+        return guard
+
+    @property
+    def device(self) -> torch.device:
+        return self.guard.log_prior.device
+
+    @property
+    def context(self) -> int:
+        return int(self.guard.config.context)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.guard.config.vocab_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. The settings mean what they mean in `attractor.generate`.
+
+    Numbers that float32 does not hold are replaced by their limits: temperature 0, or the likeliest token
+    alone, which every smaller `top_p` selects as well.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.temperature < SMALLEST:
+            object.__setattr__(self, "temperature", 0.0)
+        if self.top_p is not None:
+            object.__setattr__(self, "top_p", max(self.top_p, SMALLEST))
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        random = torch.Generator(device)
+        random.seed() if self.seed is None else random.manual_seed(self.seed)
+        return random
+
+
+@dataclasses.dataclass(frozen=True)
+class GeneratedToken:
+    """A token, its log-probability before temperature, and the share of each path in it.
+
+    The shares sum to one.
+    """
+
+    token: int
+    logprob: float
+    shares: dict[str, float]
+
+
+class Sequence:
+    """A text that is being written with one path, or with the mixture of all where `path` is None."""
+
+    def __init__(
+        self,
+        publication: Publication,
+        prompt: abc.Sequence[int],
+        sampling: Sampling,
+        path: str | None = None,
+    ) -> None:
+        guard = publication.guard
+        numbers = range(len(guard.names)) if path is None else [guard.names.index(path)]
+        self.publication, self.sampling = publication, sampling
+        self.names = [guard.names[number] for number in numbers]
+        self.text = list(prompt[-publication.context :])
+        self.length = 0  # tokens in the caches
+        self.column = -1  # in the tensors of the batch
+        self.may_rest = True
+        self.random = sampling.generator(publication.device)
+        prior = guard.log_prior if path is None else torch.zeros_like(guard.log_prior[:1])
+        self.evidence = Evidence.start(prior, guard)  # as it was outside the batch
+        self.caches = [PathCache(publication.paths[name], publication.device) for name in self.names]
+
+    @property
+    def is_full(self) -> bool:
+        return self.length + 1 > self.publication.context
+
+
+class PathCache:
+    """What one path has read of one sequence: a row of a shared cache, or a cache of its own."""
+
+    def __init__(self, model: TrainableModel, device: torch.device) -> None:
+        self.model, self.device = model, device
+        self.row = -1  # of the cache that the sequences of this model share, or -1
+        self.own: RaggedCache | None = None  # while it has no row
+        self.logits: Tensor | None = None  # (V) after the last token that it read on its own
+        self.missed: list[int] = []  # tokens that came while it rested
+        self.first_logprob = 0.0  # the log-probability that it gave the first of them
+
+    def read(self, tokens: abc.Sequence[int]) -> Tensor:
+        """Read tokens into the own cache, and return the logits (n, V) after each of them."""
+        assert self.own is not None, "it reads with the sequences of its model"
+        logits: Tensor = self.model(torch.tensor([tokens], device=self.device), cache=self.own)[0]
+        self.logits = logits[-1].clone()  # not a view that holds all of them
+        return logits
+
+    def rest(self, own: RaggedCache, logprob: float) -> None:
+        """Stop reading; `logprob` is what the path gave the newest token."""
+        self.own, self.first_logprob, self.missed = own, logprob, []
+
+    def catch_up(self, tokens: abc.Sequence[int], *, also_last: bool) -> float:
+        """Read the missed tokens, the last of them only where asked; return their log-probability."""
+        reading = tokens if also_last else tokens[:-1]
+        if not reading:
+            return self.first_logprob
+        return self.first_logprob + float(logprobs_of(self.read(reading), tokens[1:]).sum())
+
+
+def logprobs_of(logits: Tensor, targets: abc.Sequence[int]) -> Tensor:
+    """(t) log-probabilities that the first t predictions gave the t tokens that came."""
+    index = torch.tensor(targets, dtype=torch.long, device=logits.device)[:, None]
+    return log_probabilities(logits[: len(targets)]).gather(1, index)[:, 0].double()
+
+
+@torch.no_grad()
+def read_prompt(sequence: Sequence) -> abc.Iterator[None]:
+    """Read the prompt, or the end of the text again where the context was full; yield between pieces."""
+    evidence = sequence.evidence
+    is_again = bool(evidence.predicted > 0)  # then only the last token is new, and it was counted
+    context = sequence.publication.context
+    sequence.text = sequence.text[-context:]
+    tokens = sequence.text[-max(1, context // 2) :] if is_again else sequence.text
+    window_start = (len(tokens) - 1) // int(evidence.window) * int(evidence.window)
+    unpaused = 0
+    for path, cache in enumerate(sequence.caches):
+        cache.own = cache.model.new_row()
+        for start in range(0, len(tokens), PIECE):
+            if unpaused >= PIECE:
+                yield
+                unpaused = 0
+            end = min(start + PIECE, len(tokens))
+            unpaused += end - start
+            logits = cache.read(tokens[start:end])
+            if not is_again and len(sequence.caches) > 1:
+                seen = logprobs_of(logits, tokens[start + 1 : end + 1])
+                evidence.sums[path] += seen[max(0, window_start - start) :].sum()
+    evidence.predicted += 1 if is_again else len(tokens)
+    sequence.length, sequence.may_rest = len(tokens), not is_again

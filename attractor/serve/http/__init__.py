@@ -1,0 +1,1 @@
+"""The HTTP side of a server: the app, its routes, and what protects them."""

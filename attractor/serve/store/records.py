@@ -1,0 +1,194 @@
+"""Records: what made each version, and the chain that ties them together.
+
+A record is a row of the table `records`; its number is the version that it made, and version 0 is the base
+alone. Its kinds are
+
+    lesson      source, fields, delta: what the lesson changed of its source, and the source's counters now
+    drop        source: it is gone, and a rollback can bring it back
+    erase       source: it is gone for good; the deltas of its lessons were removed from the database
+    rollback    target: the sources are as they were at that version, without those that were erased since
+
+The column `chain` is the SHA-256 of everything in the row but the delta, of the delta's own SHA-256, and of
+the chain of the row before. So no record can be removed, repeated, moved or altered unnoticed, and a delta
+can be removed on purpose while everything can still be checked.
+"""
+
+import hashlib
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attractor.continual.delta import Delta
+from attractor.serve.errors import StoreDamaged
+
+KINDS = ("lesson", "drop", "erase", "rollback")
+CHAINED = (
+    *("number", "kind", "source", "target", "key", "sender", "content"),
+    *("answer", "fields", "at", "delta_sha256"),
+)
+"""The columns that the chain covers, in this order, after the chain of the row before."""
+COLUMNS = ", ".join(CHAINED)
+LINE = {"source": "source", "target": "to", "at": "at"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A record without its delta, as it lies in the database; `answer` and `fields` are JSON."""
+
+    number: int
+    kind: str
+    source: str | None
+    target: int | None
+    key: str | None
+    sender: str | None
+    content: str | None
+    answer: str
+    fields: str | None
+    at: str
+    delta_sha256: str | None
+
+    def chain(self, before: str) -> str:
+        told = [before, *(getattr(self, name) for name in CHAINED)]
+        return sha256(json.dumps(told, separators=(",", ":")).encode())
+
+
+def first_chain(identity: str) -> str:
+    """What the chain of a store starts from: the base that its records belong to."""
+    return sha256(identity.encode())
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def packed(about: Mapping[str, Any], what: str) -> str:
+    """As JSON; a ValueError for what would not come back as it is."""
+    try:
+        text = json.dumps(about, allow_nan=False, separators=(",", ":"))
+        if json.loads(text) != about:
+            raise ValueError("JSON gives back something else (say, lists for tuples, or keys as strings)")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{what} is not JSON: {error}") from error
+    return text
+
+
+def insert(database: sqlite3.Connection, row: Row, chain: str, delta: bytes | None) -> None:
+    marks = ", ".join("?" for _ in range(len(CHAINED) + 2))
+    values = [*(getattr(row, name) for name in CHAINED), chain, delta]
+    database.execute(f"INSERT INTO records ({COLUMNS}, chain, delta) VALUES ({marks})", values)
+
+
+class Outline:
+    """What the records say without their deltas, as far as it is needed all the time."""
+
+    def __init__(self, identity: str) -> None:
+        self.last, self.chain = 0, first_chain(identity)
+        self.rollbacks: dict[int, int] = {}  # version -> the version that it is like, in rising order
+        self.erased: dict[str, int] = {}  # source -> the version that erased it
+        self.keys: dict[str, int] = {}  # idempotency key -> the record it came with
+        self.taught: dict[str, int] = {}  # source -> the record of its last lesson
+        self.taken_back = 0  # the newest version that is not a lesson
+
+    def add(self, row: Row, chain: str) -> None:
+        self.last, self.chain = row.number, chain
+        if row.key is not None:
+            self.keys[row.key] = row.number
+        if row.kind == "lesson":
+            assert row.source is not None
+            self.taught[row.source] = row.number
+        else:
+            self.taken_back = row.number
+        if row.kind == "rollback":
+            assert row.target is not None
+            self.rollbacks[row.number] = row.target
+        if row.kind == "erase":
+            assert row.source is not None
+            self.erased[row.source] = row.number
+
+    def is_erased(self, source: str, version: int) -> bool:
+        """Whether what this source had taught at a version was erased later."""
+        return self.erased.get(source, 0) > version
+
+
+def walk(database: sqlite3.Connection, path: Path, identity: str) -> Iterator[tuple[Row, str, bool]]:
+    """Every record with its chain, and whether its delta is there; StoreDamaged where the chain breaks."""
+    before, expected, keys = first_chain(identity), 1, set[str | None]()
+    query = f"SELECT {COLUMNS}, chain, delta IS NOT NULL FROM records ORDER BY number"
+    for *values, chain, has_delta in database.execute(query):
+        row = Row(*values)
+        if row.number != expected:
+            raise StoreDamaged(path, f"record {expected} is missing", expected)
+        try:
+            found = row.chain(before)
+        except TypeError:
+            found = "a column of another type"
+        if found != chain:
+            raise StoreDamaged(
+                path, "it is not what was written, or not what followed the record before", row.number
+            )
+        if row.key in keys or row.kind not in KINDS:
+            raise StoreDamaged(path, f"kind {row.kind!r} or key {row.key!r} cannot be", row.number)
+        keys |= {row.key} - {None}
+        yield row, chain, bool(has_delta)
+        before, expected = chain, expected + 1
+
+
+def chain_of(database: sqlite3.Connection, number: int) -> str:
+    """Of a record; empty where there is none."""
+    found = database.execute("SELECT chain FROM records WHERE number = ?", [number]).fetchone()
+    return str(found[0]) if found else ""
+
+
+def check_promise(path: Path, promised: tuple[int, str] | None, chains: Sequence[str]) -> None:
+    """Whether the record that was acknowledged last is here; `chains` are those of all records, in order."""
+    (number, chain), last = promised or (0, ""), len(chains)
+    if number > last:
+        raise StoreDamaged(
+            path,
+            f"record {number} was acknowledged, and the last one here is {last}: its end or its -wal file "
+            "was damaged or removed (if you restored an older copy on purpose, delete `acknowledged`)",
+            last + 1,
+        )
+    if number and chains[number - 1] != chain:
+        raise StoreDamaged(path, "it is not the one that was acknowledged", number)
+
+
+def told_by(database: sqlite3.Connection, which: str, values: list[Any]) -> Iterator[dict[str, Any]]:
+    """Records as a person reads them, without their deltas but with how many bytes these take."""
+    query = f"SELECT {COLUMNS}, length(delta) FROM records WHERE {which}"
+    for *columns, size in database.execute(query, values):
+        row = Row(*columns)
+        told = {name: value for name in CHAINED if (value := getattr(row, name)) is not None}
+        told |= {"answer": json.loads(row.answer)} | ({"bytes": size} if size is not None else {})
+        if row.fields is not None:
+            told["fields"] = json.loads(row.fields)
+        yield told
+
+
+def history_line(told: dict[str, Any]) -> dict[str, Any]:
+    """What there is to know of a version in a list of them."""
+    answer = told["answer"]
+    line = {"version": told["number"], "kind": told["kind"]}
+    line |= {new: told[name] for name, new in LINE.items() if name in told}
+    line |= {name: answer[name] for name in ("loss", "tokens") if isinstance(answer.get(name), int | float)}
+    patches = answer.get("patches")
+    if isinstance(patches, dict):
+        line["patches"] = sum(len(numbers) for numbers in patches.values() if isinstance(numbers, list))
+    elif isinstance(patches, int):
+        line["patches"] = patches
+    return line
+
+
+def delta_in(path: Path, data: bytes | None, expected: str | None, record: int | None = None) -> Delta:
+    """The delta that was written, or StoreDamaged."""
+    if data is None:
+        raise StoreDamaged(path, "its delta is missing, and nobody erased it", record)
+    if not isinstance(data, bytes) or sha256(data) != expected:
+        raise StoreDamaged(path, "its delta is not what was written", record)
+    try:
+        return Delta.from_bytes(data)
+    except ValueError as error:
+        raise StoreDamaged(path, f"its delta cannot be read: {error}", record) from error

@@ -1,0 +1,521 @@
+"""Store: every version of what was learned, in SQLite.
+
+    with Store.open(folder, identity=fingerprint(model)) as store:
+        state = store.state_at()               # the newest, or any since store.oldest
+        version = store.commit("lesson", answer, at=now, source="kjv", fields=fields, delta=delta)
+        store.snapshot()                       # now and then, in a thread of its own
+
+A commit that returned is durable; one that raised changed nothing. Commits go on while a snapshot is written.
+Damage is refused and named: StoreDamaged.
+"""
+
+import json
+import logging
+import os
+import sqlite3
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, get_args
+
+from attractor.config import check_choice, check_size
+from attractor.continual.delta import Delta
+from attractor.serve.errors import KeyReused, StoreDamaged
+from attractor.serve.store import states
+from attractor.serve.store.database import (
+    LESSONS,
+    SNAPSHOTS,
+    Acknowledged,
+    empty_log,
+    lock,
+    make_folder,
+    open_writer,
+    reader,
+    remove,
+    sql,
+    transaction,
+)
+from attractor.serve.store.records import (
+    KINDS,
+    Outline,
+    Row,
+    chain_of,
+    check_promise,
+    delta_in,
+    history_line,
+    insert,
+    packed,
+    sha256,
+    told_by,
+    walk,
+)
+from attractor.serve.store.states import SourceState, State, paced
+
+log = logging.getLogger("attractor")
+
+SyncName = Literal["always", "off"]
+SETTLE = 4 << 20
+"""Bytes in the write-ahead log that are worth to be moved into the database."""
+Span = tuple[int, int]
+"""The records after one number up to another."""
+
+
+class Store:
+    """Safe to use from several threads. One process at a time has it open."""
+
+    recovered: str | None  # what opening found and could do without
+
+    def __init__(self, folder: Path, identity: str, sync: SyncName, keep: int, folder_lock: int) -> None:
+        """Use `open`."""
+        self.folder, self._keep, self._folder_lock = folder, keep, folder_lock
+        self._lessons, self._snapshots = folder / LESSONS, folder / SNAPSHOTS
+        self._acknowledged = Acknowledged(folder) if sync == "always" else None
+        self._lock = threading.Lock()  # held for a commit, or for less
+        self._snapshotting = threading.Lock()  # taken before the other one
+        self._closed = False
+        self._logged = 0  # bytes that went to the write-ahead log
+        self.recovered = None
+        self._damaged: set[int] = set()  # snapshots that could not be read
+        promised = Acknowledged(folder).read()
+        if not self._lessons.exists():  # nothing is made in the place of what is lost
+            check_promise(self._lessons, promised, [])
+        self._records = open_writer(self._lessons, "FULL" if sync == "always" else "NORMAL")
+        try:
+            with sql(self._lessons):
+                self.outline = self._read(identity, promised)
+                states.drop_unfinished(self._records)
+                self._roots = states.versions(self._records)
+            if self._acknowledged is not None:
+                self._acknowledged.write(self.outline.last, self.outline.chain, sync=True)
+            else:  # what is not synced must not be promised
+                Acknowledged(folder).path.unlink(missing_ok=True)
+            self._cache = self._open_snapshots()
+        except BaseException:
+            self._records.close()
+            raise
+
+    @classmethod
+    def open(
+        cls, folder: str | Path, *, identity: str, sync: SyncName = "always", keep_snapshots: int = 8
+    ) -> Self:
+        """Make a store or open one. `identity` names what its records belong to, say a base model.
+
+        With sync="off" a commit is durable when the system gets to it: a power loss may take the last ones,
+        and never anything in the middle.
+        """
+        check_choice("sync", sync, get_args(SyncName))
+        check_size("keep_snapshots", keep_snapshots)
+        folder = Path(folder).absolute()
+        make_folder(folder)
+        folder_lock = lock(folder)
+        try:
+            return cls(folder, identity, sync, keep_snapshots, folder_lock)
+        except BaseException:
+            os.close(folder_lock)
+            raise
+
+    def _read(self, identity: str, promised: tuple[int, str] | None) -> Outline:
+        """Every record but the deltas; these are checked when they are needed, and by `verify`."""
+        database = self._records
+        found = database.execute("SELECT identity FROM about").fetchall()
+        if not found and database.execute("SELECT count(*) FROM records").fetchone() == (0,):
+            database.execute("INSERT INTO about VALUES (?)", [identity])
+        elif found != [(identity,)]:
+            raise ValueError(
+                f"{self.folder} belongs to {[name for (name,) in found]}, not to {identity!r}: open it with "
+                "the model and settings it was written for"
+            )
+        outline, chains = Outline(identity), []
+        for row, chain, _ in walk(database, self._lessons, identity):
+            outline.add(row, chain)
+            chains.append(chain)
+        check_promise(self._lessons, promised, chains)
+        return outline
+
+    def _open_snapshots(self) -> sqlite3.Connection:
+        """The records have everything: whatever is wrong with snapshots, new ones are begun."""
+        with ExitStack() as stack:
+            try:
+                cache = stack.enter_context(closing(open_writer(self._snapshots, "NORMAL")))
+                with sql(self._snapshots):
+                    states.drop_unfinished(cache)
+                    if newer := [version for version in states.versions(cache) if version > self.last]:
+                        raise StoreDamaged(self._snapshots, f"versions {newer} are of other records")
+                stack.pop_all()  # it stays open
+                return cache
+            except StoreDamaged as error:
+                self._went_without(error)
+        remove(self._snapshots)
+        return open_writer(self._snapshots, "NORMAL")
+
+    def _went_without(self, error: OSError | StoreDamaged) -> None:
+        log.warning("snapshots are made anew: %s", error)
+        reason = (
+            error.reason if isinstance(error, StoreDamaged) else error.strerror
+        )  # and no path: it is shown
+        self.recovered = f"snapshots were damaged, and are made anew from the records ({reason})"
+
+    @property
+    def last(self) -> int:
+        """The newest version."""
+        return self.outline.last
+
+    @property
+    def oldest(self) -> int:
+        """The oldest version that `state_at` can give."""
+        return self._roots[0] if self._roots else 0
+
+    @property
+    def taken_back(self) -> int:
+        """The newest version that is no lesson: somebody took something back."""
+        return self.outline.taken_back
+
+    def holds(self, source: str) -> bool:
+        """Whether there are lessons of a source that were not erased, live or not."""
+        return self.outline.taught.get(source, 0) > self.outline.erased.get(source, 0)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all files."""
+        size = 0
+        for path in self.folder.iterdir():
+            with suppress(FileNotFoundError):
+                size += path.stat().st_size
+        return size
+
+    # --- writing
+
+    def commit(
+        self,
+        kind: str,
+        answer: Mapping[str, Any],
+        *,
+        at: str,
+        source: str | None = None,
+        target: int | None = None,
+        fields: Mapping[str, Any] | None = None,
+        delta: Delta | None = None,
+        key: str | None = None,
+        sender: str | None = None,
+        content: str | None = None,
+    ) -> int:
+        """The new version. A ValueError for what could not be read again, an OSError where the disk fails.
+
+        A `key` comes with a hash of the `content` it stands for, and with its `sender` if that is known.
+        """
+        if delta is not None:
+            delta.check()
+        data = None if delta is None else delta.to_bytes()
+        with self._snapshotting if kind == "erase" else nullcontext(), self._lock:
+            row = Row(
+                number=self.last + 1,
+                kind=kind,
+                source=source,
+                target=target,
+                key=key,
+                sender=sender,
+                content=content,
+                answer=packed(answer, "the answer"),
+                fields=None if fields is None else packed(fields, "fields"),
+                at=at,
+                delta_sha256=None if data is None else sha256(data),
+            )
+            self._check(row)
+            chain = row.chain(self.outline.chain)
+            if kind == "erase":
+                self._forget_snapshots()
+            with sql(self._lessons):
+                try:
+                    with transaction(self._records):
+                        insert(self._records, row, chain, data)
+                        if kind == "erase":
+                            self._remove_deltas(source)
+                except BaseException:
+                    empty_log(self._records, patience=0)
+                    raise
+            self.outline.add(row, chain)
+            self._logged += len(data or b"") + len(row.answer)
+            self._promise(row.number, chain)
+            if kind == "erase" and not empty_log(self._records):
+                log.warning(
+                    "what was erased is in %s-wal until those who read it now have ended", self._lessons
+                )
+            return row.number
+
+    def _check(self, row: Row) -> None:
+        if self._closed:
+            raise ValueError(f"the store in {self.folder} is closed")
+        if row.kind not in KINDS:
+            raise ValueError(f"a record of kind {row.kind!r}; there are {', '.join(KINDS)}")
+        if row.key in self.outline.keys:
+            raise KeyReused(f"the key {row.key!r} came with record {self.outline.keys[row.key]} before")
+        if row.kind == "rollback":
+            self._check_version(row.target)
+        if (row.source is None) != (row.kind == "rollback") or row.source == "":
+            raise ValueError(f"source={row.source!r} cannot be that of a {row.kind}")
+        if (row.target is not None) != (row.kind == "rollback"):
+            raise ValueError(f"target={row.target!r} cannot be that of a {row.kind}")
+        if (row.fields is None or row.delta_sha256 is None) == (row.kind == "lesson"):
+            raise ValueError(f"lessons have fields and a delta, and nothing else has: this is a {row.kind}")
+
+    def _remove_deltas(self, source: str | None) -> None:
+        """Their hashes stay, and so the chain can be checked."""
+        self._records.execute(
+            "UPDATE records SET delta = NULL WHERE source = ? AND delta IS NOT NULL", [source]
+        )
+        self._records.execute("UPDATE parts SET delta = NULL WHERE source = ?", [source])
+
+    def _forget_snapshots(self) -> None:
+        """An erased source must not be found there either."""
+        try:
+            with sql(self._snapshots):
+                self._cache.execute("DELETE FROM states")
+                empty_log(self._cache)
+        except StoreDamaged:
+            self._cache.close()
+            remove(self._snapshots)
+            self._cache = open_writer(self._snapshots, "NORMAL")
+
+    def settle(self) -> None:
+        """Move commits from the write-ahead log into the database, if they are many; while nobody waits."""
+        with self._lock:
+            if self._logged > SETTLE and not self._closed:
+                self._logged = 0
+                with suppress(sqlite3.Error):  # the next one will do it
+                    self._records.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+
+    def _promise(self, number: int, chain: str) -> None:
+        """Where this fails the record is durable all the same; only its loss would not be noticed."""
+        if self._acknowledged is not None:
+            try:
+                self._acknowledged.write(number, chain)
+            except OSError as error:
+                log.warning("%s was not brought up to date: %s", self._acknowledged.path, error)
+
+    # --- what was answered
+
+    def answer_to(self, key: str | None, sender: str | None, content: str) -> dict[str, Any] | None:
+        """The answer that was given to this key before, whatever became of it since.
+
+        KeyReused if the key came with something else, or from somebody else.
+        """
+        number = self.outline.keys.get(key) if key is not None else None
+        if number is None:
+            return None
+        with sql(self._lessons), reader(self._lessons) as database:
+            query = "SELECT sender, content FROM records WHERE number = ?"
+            if database.execute(query, [number]).fetchone() != (sender, content):
+                raise KeyReused(
+                    f"the key {key!r} was given with something else before, or by somebody else: take a new "
+                    "one"
+                )
+            return next(told_by(database, "number = ?", [number]))["answer"]
+
+    def history(self, limit: int, before: int | None = None) -> list[dict[str, Any]]:
+        """A line for each version, the newest first."""
+        before = self.last + 1 if before is None else before
+        with sql(self._lessons), reader(self._lessons) as database:
+            return [
+                history_line(told)
+                for told in told_by(database, "number < ? ORDER BY number DESC LIMIT ?", [before, limit])
+            ]
+
+    # --- reading
+
+    def state_at(self, version: int | None = None, *, share: float = 1.0) -> State:
+        """From the nearest state that is kept and the records since. It takes this share of the time."""
+        with sql(self._lessons), self._reading() as (lessons, snapshots):
+            wanted = self.last if version is None else version
+            self._check_version(wanted)
+            cached = self._cached(snapshots)
+            roots = {*states.versions(lessons), *cached, *([0] if self.oldest == 0 else [])}
+            while True:
+                root, spans = path_to(wanted, sorted(roots), self.outline.rollbacks)
+                try:
+                    state = self._root(root, lessons, snapshots if root in cached else None)
+                    break
+                except (OSError, StoreDamaged) as error:
+                    if root not in cached:
+                        raise
+                    self._went_without(error)
+                    self._damaged.add(root)
+                    roots -= {root} - set(states.versions(lessons))
+                    cached.discard(root)
+            for after, upto in spans:
+                self._replay(lessons, state, after, upto, share)
+            state.version = wanted
+            return state
+
+    @contextmanager
+    def _reading(self) -> Iterator[tuple[sqlite3.Connection, sqlite3.Connection | None]]:
+        """Both databases as they are now, by connections of their own; records alone have to be readable."""
+        with ExitStack() as stack:
+            with self._lock:  # no commit is half done
+                lessons, snapshots = stack.enter_context(reader(self._lessons)), None
+                try:
+                    snapshots = stack.enter_context(reader(self._snapshots))
+                except (OSError, StoreDamaged) as error:
+                    self._went_without(error)
+            yield lessons, snapshots
+
+    def _cached(self, snapshots: sqlite3.Connection | None) -> set[int]:
+        """The versions of which there are snapshots."""
+        try:
+            with sql(self._snapshots):
+                return set(states.versions(snapshots) if snapshots else ()) - self._damaged
+        except (OSError, StoreDamaged) as error:
+            self._went_without(error)
+            return set()
+
+    def _root(self, root: int, lessons: sqlite3.Connection, snapshots: sqlite3.Connection | None) -> State:
+        if root == 0:
+            return State()
+        chain = chain_of(lessons, root)
+        if snapshots is None:
+            return states.load(lessons, self._lessons, root, chain, self.outline)
+        with sql(self._snapshots):
+            return states.load(snapshots, self._snapshots, root, chain, self.outline)
+
+    def _replay(
+        self, database: sqlite3.Connection, state: State, after: int, upto: int, share: float
+    ) -> None:
+        query = (
+            "SELECT number, kind, source, fields, delta_sha256, delta FROM records "
+            "WHERE number > ? AND number <= ? ORDER BY number"
+        )
+        for number, kind, source, fields, expected, data in paced(
+            database.execute(query, [after, upto]), share
+        ):
+            if kind != "lesson":
+                state.sources.pop(source, None)
+            elif not self.outline.is_erased(source, number):
+                delta = delta_in(self._lessons, data, expected, number)
+                own = state.sources.setdefault(source, SourceState())
+                own.learn(delta, json.loads(fields), number)
+
+    def _check_version(self, version: int | None) -> None:
+        if version is None or not self.oldest <= version <= self.last:
+            raise ValueError(
+                f"version {version!r} is not there: {self.folder} has {self.oldest} to {self.last}"
+            )
+
+    # --- snapshots and old versions
+
+    @property
+    def bytes_to_read(self) -> int:
+        """Of deltas that a start has to read after the newest state that is kept."""
+        with sql(self._lessons), self._reading() as (lessons, snapshots):
+            newest = max([*states.versions(lessons), *self._cached(snapshots)], default=0)
+            query = "SELECT coalesce(sum(length(delta)), 0) FROM records WHERE number > ?"
+            return int(lessons.execute(query, [newest]).fetchone()[0])
+
+    def snapshot(self, *, share: float = 1.0) -> int | None:
+        """Write the newest version whole, then let go of versions older than the snapshots to keep.
+
+        It takes this share of the time, at most. Returns its version, None where there is nothing new. After
+        an OSError everything is as before, or more is kept than needed.
+        """
+        with self._snapshotting:
+            version = self.last
+            with self._lock, sql(self._lessons):  # that an attempt before this one left
+                states.drop_unfinished(self._records)
+            with sql(self._snapshots):
+                states.drop_unfinished(self._cache)
+                for damaged in self._damaged:
+                    self._cache.execute("DELETE FROM states WHERE version = ?", [damaged])
+                self._damaged.clear()
+                known = {*states.versions(self._cache), self.oldest}
+            is_new = version not in {*known, *self._roots}
+            if is_new:
+                state = self.state_at(version, share=share)
+                with sql(self._snapshots):
+                    written = states.stage(self._cache, nullcontext(), state, self._chain(version), share)
+                    states.finish(self._cache, version, written)
+            oldest = sorted({*known, version})[-self._keep :][0]
+            if oldest > self.oldest:
+                self._let_go(oldest, share)
+            with sql(self._snapshots):
+                self._cache.execute("DELETE FROM states WHERE version <= ?", [self.oldest])
+            return version if is_new else None
+
+    def _let_go(self, oldest: int, share: float) -> None:
+        """Of the deltas before a version, once the states that this and later ones start from are written.
+
+        Records stay: the chain is checked from the first one on, and no key is ever taken twice.
+        """
+        turns = self.outline.rollbacks.items()
+        needed = {oldest, *(version for version, to in turns if version > oldest > to)}
+        written = {}
+        for version in sorted(needed - set(self._roots)):
+            state = self.state_at(version, share=share)
+            with sql(self._lessons):
+                chain = self._chain(version)
+                written[version] = states.stage(self._records, self._lock, state, chain, share)
+        with self._lock:
+            with sql(self._lessons), transaction(self._records):
+                for version, digest in written.items():
+                    states.finish(self._records, version, digest)
+                for version in set(self._roots) - needed:
+                    self._records.execute("DELETE FROM states WHERE version = ?", [version])
+            self._roots = sorted(needed)
+        query = "SELECT number FROM records WHERE number <= ? AND delta IS NOT NULL"
+        with sql(self._lessons):
+            with self._lock:
+                leaving = self._records.execute(query, [oldest]).fetchall()
+            for number in paced(leaving, share):  # one by one: commits go on in between
+                with self._lock:
+                    self._records.execute("UPDATE records SET delta = NULL WHERE number = ?", number)
+
+    def _chain(self, version: int) -> str:
+        with sql(self._lessons), reader(self._lessons) as database:
+            return chain_of(database, version)
+
+    # --- closing
+
+    def close(self) -> None:
+        """Once a snapshot that is being written is done."""
+        with self._snapshotting, self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if self._acknowledged is not None:
+                with suppress(OSError):
+                    self._acknowledged.write(self.outline.last, self.outline.chain, sync=True)
+            self._cache.close()
+            self._records.close()
+            os.close(self._folder_lock)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def path_to(version: int, roots: Sequence[int], rollbacks: Mapping[int, int]) -> tuple[int, list[Span]]:
+    """The root that a version comes from, and the spans of records that lead from there, oldest first.
+
+    Every version has one before it: that of the record before, or the one that a rollback names. Roots are
+    sorted, as rollbacks are.
+    """
+    spans: list[Span] = []
+    turns = list(rollbacks)
+    while True:
+        root, turn = _newest(roots, version), _newest(turns, version)
+        assert max(root, turn) >= 0, "every version since the oldest has a root"
+        if max(root, turn) < version:
+            spans.append((max(root, turn), version))
+        if root >= turn:
+            return root, spans[::-1]
+        version = rollbacks[turn]
+
+
+def _newest(numbers: Sequence[int], upto: int) -> int:
+    """The largest that is not larger than `upto`, or -1."""
+    place = bisect_right(numbers, upto)
+    return numbers[place - 1] if place else -1
