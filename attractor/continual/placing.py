@@ -19,7 +19,8 @@ from attractor import ops
 from attractor.continual.config import LessonConfig
 
 CLOSE = 1e-3
-"""A context counts as recognised if its own basin is deeper than every other by this much."""
+"""A context counts as recognised if its own basin is deeper than every other by this much. So much deeper are
+basins that take the place of others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,7 @@ def place(
     """Basins for lessons whose subjects gave these directions, (n, m) each, in the contexts that were read.
 
     `nearest` says how close background comes to a direction. A lesson may take the place of an earlier one:
-    then its basins are deeper than that one's, which need no protection from it.
+    then its basins are deeper than that one's everywhere, which need no protection from it.
     """
     every = torch.cat(list(keys))
     device = every.device
@@ -82,9 +83,6 @@ def place(
             others = prototypes @ points.T - depth  # shallower there than the basins of its own lesson
             others = others.masked_fill(point_owner == before[:, None], -1)
             radius = torch.maximum(radius, others.amax(1) + config.room)
-        if len(taken.radius):
-            old = taken.radius.expand(len(chosen), -1).masked_fill(taken.owner != before[:, None], torch.inf)
-            radius = torch.minimum(radius, old.amin(1) - config.room)
         return radius.clamp(max=1 - config.room)
 
     radius = radii(chosen)
@@ -95,7 +93,9 @@ def place(
         own = inside.masked_fill(~is_own, -2).amax(1)
         other = inside.masked_fill(is_own, -2).amax(1)
         if len(taken.radius):
-            other = torch.maximum(other, (every @ taken.prototypes.T - taken.radius).amax(1))
+            theirs = every @ taken.prototypes.T - taken.radius
+            theirs = theirs.masked_fill(taken.owner == replaced[whose][:, None], -2)
+            other = torch.maximum(other, theirs.amax(1))
         ahead = own - other.clamp(min=0)
         ahead[chosen] = torch.inf  # a prototype of its own is all that can be done for a context
         counts, margins = torch.bincount(owner, minlength=len(keys)).tolist(), ahead.tolist()
@@ -105,9 +105,21 @@ def place(
             if count < config.most and margins[worst] <= CLOSE:
                 more.append(worst)
         if not more:
-            return Placed(prototypes, radius, owner.tolist())
+            return deeper(Placed(prototypes, radius, owner.tolist()), taken, replaces)
         radius = torch.cat([radius, radii(more)])
         chosen += more
+
+
+def deeper(placed: Placed, taken: Taken, replaces: Sequence[int | None]) -> Placed:
+    """The same, and the basins of replaced lessons, a little deeper: there the newer lesson acts."""
+    prototypes, radius, lesson = [placed.prototypes], [placed.radius], list(placed.lesson)
+    for number, old in enumerate(replaces):
+        if old is not None:
+            theirs = taken.owner == old
+            prototypes.append(taken.prototypes[theirs])
+            radius.append(taken.radius[theirs] - CLOSE)
+            lesson += [number] * int(theirs.sum())
+    return Placed(torch.cat(prototypes), torch.cat(radius), lesson)
 
 
 def spread_out(keys: Tensor, most: int, cover: float) -> list[int]:
