@@ -1,4 +1,4 @@
-"""The documentation is run, and the README's tree is compared with the files."""
+"""The documentation is run, and the tree of docs/architecture.md is compared with the files."""
 
 import re
 import runpy
@@ -31,17 +31,33 @@ def test_usage_example_is_short():
 
 
 def test_tree_is_true():
-    tree = re.search(r"## What is here\n\n```\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1]
+    page = ROOT / "docs" / "architecture.md"
+    tree = re.search(r"## What is here\n\n```\n(.*?)```", page.read_text(), re.DOTALL)[1]
     listed, folders = set(), []
     for line in tree.splitlines():
         depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]
         folders[depth:] = [name]
         path = Path(*folders)
-        assert (ROOT / path).exists(), f"{path} is in the README and not in the repository"
+        assert (ROOT / path).exists(), f"{path} is in {page.name} and not in the repository"
         listed.add(path)
     for pattern in ("attractor/**/*.py", "docs/*.md", "examples/*.py"):
         for file in ROOT.glob(pattern):
-            assert file.relative_to(ROOT) in listed, f"{file} is missing in the README's tree"
+            assert file.relative_to(ROOT) in listed, f"{file} is missing in {page.name}"
+
+
+def test_the_first_page_is_short_and_the_glossary_too():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+    terms = re.findall(r"^\| (?!word|---)", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    assert 0 < len(terms) <= 20
+
+
+def test_files_of_the_walks_exist():
+    walks = (ROOT / "docs" / "architecture.md").read_text().split("## What is here")[0]
+    files = re.findall(r"`(attractor/[\w/.]+)`", walks)
+    assert files
+    assert all((ROOT / file).exists() for file in files)
+    lesson = walks.split("## The walk of a lesson")[1].split("\n\nA server")[0]
+    assert len(set(re.findall(r"`(attractor/[\w/.]+)`", lesson))) <= 15
 
 
 def test_commands_exist():
