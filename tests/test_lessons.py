@@ -482,6 +482,25 @@ def test_lessons_replace_lessons_alone(saved, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"letters", "school"}
 
 
+def test_a_call_that_was_interrupted_leaves_nothing_behind():
+    net, _ = teachable(llama(), encode, background(), act_at=3, config=CONFIG, patches=2)
+    tokens = torch.tensor([encode("we say QZX is ")])
+    before = net(input_ids=tokens).logits
+    (source,) = (site for site in net.sites.values() if site.is_source)
+    assert len(source.hooks) >= 1
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    hook = source.place.modules[0].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        net(input_ids=tokens)
+    hook.remove()
+    assert torch.equal(net(input_ids=tokens).logits, before)
+    net.unload()
+    assert not source.hooks
+
+
 def test_layers_read_from_a_block_before_them():
     sample = {"prototypes": "kmeans", "sample": background()}
     for problem, options in {

@@ -27,6 +27,7 @@ class Site:
         self.input: Tensor | None = None  # what a source was given last, after what attention added before
         self.added: list[Tensor] = []  # by attention whose results are read too, in the order of its blocks
         self.hooks: list[Any] = []
+        self.first: nn.Module | None = None  # of the modules that are listened to
         self.recording: torch.Size | None = None  # shape (B, T) of the tokens whose routing is to be kept
         self.stats: RoutingStats | None = None
         self.found = [vars(module).get("forward") for module in place.modules]  # another library's, if any
@@ -72,9 +73,12 @@ class Site:
         for hook in self.hooks:
             hook.remove()
         self.hooks = [module.register_forward_hook(self._keep) for module in attention]
+        self.first = attention[0] if attention else None
         self.added = []
 
     def _keep(self, module: nn.Module, given: Any, output: Any) -> None:
+        if module is self.first:  # a call that was interrupted may have left something
+            self.added = []
         self.added.append(output[0] if isinstance(output, tuple) else output)
 
     def _beside_attention(self, given: Tensor) -> Tensor:
