@@ -438,6 +438,8 @@ class APN(nn.Module):
         if self.whitening is None or self.whitening_shift is None:
             return tokens
         with ops.without_autocast(x.device.type):  # whom a token meets must not depend on rounding
+            if tokens.dtype == self.whitening.dtype:  # products of bfloat16 are exact, and summed in float32
+                return torch.addmm(self.whitening_shift, tokens, self.whitening)
             exact = ops.routing_precision
             whitened = torch.addmm(exact(self.whitening_shift), exact(tokens), exact(self.whitening))
         return whitened.to(tokens.dtype)

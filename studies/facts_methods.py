@@ -7,7 +7,8 @@ a chunk at most as often, and stop by the same rule.
 import copy
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -88,7 +89,7 @@ class FineTune:
     """AdamW over a chunk, and over what is to be kept beside it.
 
     On a GPU a step is captured once as a CUDA graph and replayed: launching its thousands of kernels one by
-    one takes longer than they do.
+    one takes longer than they do. With `compiled` the blocks of the model are compiled there as well.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class FineTune:
         keep: str,
         batch: int = 100,
         windows: int = 4,
+        compiled: bool = False,
     ) -> None:
         self.base, self.tuned, self.parameters = base, tuned, parameters
         self.free, self.rate, self.keep, self.batch, self.windows = free, rate, keep, batch, windows
@@ -115,6 +117,10 @@ class FineTune:
             parameter.requires_grad_(True)
             parameter.grad = torch.zeros_like(parameter)
         on_gpu = self.device.type == "cuda"
+        if on_gpu and compiled:
+            for module in tuned.modules():
+                if type(module).__name__.endswith("DecoderLayer"):
+                    module.compile(dynamic=False)
         self.optimizer = torch.optim.AdamW(
             parameters,
             lr=torch.zeros((), device=self.device),
@@ -126,7 +132,8 @@ class FineTune:
         self.optimizer.step()  # makes its state; without gradients and at a rate of 0 nothing moves
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        return self.tuned(tokens).logits
+        with torch.compiler.set_stance("force_eager"):  # texts that are measured have all kinds of shapes
+            return self.tuned(tokens).logits
 
     def bytes(self) -> int:
         return sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
@@ -138,7 +145,7 @@ class FineTune:
             for value in state.values():
                 value.zero_()
         every = [text for turn in turns for text in turn]
-        length = max(len(text.tokens) for text in every)
+        length = -(-max(len(text.tokens) for text in every) // 8) * 8  # few shapes to compile for
         batch = min(self.batch, len(turns[0]))
         most = batch * max(len(graded([text])) for text in every)
         per_pass = -(-len(turns[0]) // batch)
@@ -181,11 +188,11 @@ class FineTune:
             self.graph, self.inputs = None, Inputs(*(value.to(self.device) for value in given))
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):  # once outside of the graph: libraries set themselves up
+            with torch.cuda.stream(side):  # outside of the graph: compilers and libraries set themselves up
                 self._loss(self.inputs)[0].backward()
             torch.cuda.current_stream().wait_stream(side)
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
+            with torch.cuda.graph(self.graph, stream=side):
                 self.found = self._step(self.inputs)
         for mine, value in zip(self.inputs, given, strict=True):
             mine.copy_(value)
@@ -204,7 +211,7 @@ class FineTune:
         return found
 
     def _loss(self, given: Inputs) -> tuple[Tensor, Tensor]:
-        with self.autocast():
+        with self.autocast(), without_masks():
             predicted = logits_at(self.tuned, given.tokens, given.row, given.position).float()
         nats = F.cross_entropy(predicted, given.target, reduction="none")
         loss = (nats * given.weight).sum() / given.is_answer.sum()
@@ -215,16 +222,32 @@ class FineTune:
         return loss, answers
 
     def _kept(self, old: Tensor) -> Tensor:
-        with self.autocast():
+        with self.autocast(), without_masks():
             logits = self.tuned(old, use_cache=False).logits[:, :-1].float().flatten(0, 1)
         if self.keep == "replay":
             return F.cross_entropy(logits, old[:, 1:].flatten())
-        with torch.no_grad(), self.autocast():
+        with torch.no_grad(), self.autocast(), without_masks():
             wanted = self.base(old, use_cache=False).logits[:, :-1].float().flatten(0, 1).log_softmax(-1)
         return F.kl_div(logits.log_softmax(-1), wanted, reduction="batchmean", log_target=True)
 
     def _update(self) -> None:
         self.optimizer.step()
+
+
+@contextmanager
+def without_masks() -> Iterator[None]:
+    """Texts that are padded on the right need no mask but the causal one, which attention has built in.
+
+    While a CUDA graph is captured, transformers makes a mask all the same, and attention is slower with one.
+    """
+    from transformers.models.llama import modeling_llama
+
+    make = modeling_llama.create_causal_mask
+    modeling_llama.create_causal_mask = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        modeling_llama.create_causal_mask = make
 
 
 class Memory(FineTune):
@@ -336,6 +359,7 @@ def method(
     options: dict[str, Any] = {"rate": rate, "keep": keep}
     if name == "memory":
         return Memory(model, reading, tuned, free, **options)
+    options["compiled"] = name in ("full", "lora")
     if name == "full":
         return FineTune(model, reading, tuned, list(tuned.parameters()), free, **options)
     if name == "lora":
