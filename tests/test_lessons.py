@@ -375,14 +375,26 @@ class TestWhatIsReadBesideAnswers:
 
     def test_what_follows_counts_less_and_does_not_make_a_lesson_known(self, own):
         _, lessons, turns = own
-        (batch,) = lessons.reading.batches(turns[0])
-        assert batch.is_answer_n.sum() == 6
-        assert (~batch.is_answer_n).sum() == 6 * 3 + 2 * 5
-        known = lessons._known([batch], 2)
-        choice = lessons.reading.predict(batch).argmax(-1) == batch.target_n
+        batches = list(lessons.reading.batches(turns[0]))
+        assert sum(int(batch.is_answer_n.sum()) for batch in batches) == 6
+        assert sum(int((~batch.is_answer_n).sum()) for batch in batches) == 6 * 3 + 2 * 5
+        known = lessons._known(batches, 2)
+        right = [lessons.reading.predict(batch).argmax(-1) == batch.target_n for batch in batches]
         for number in (0, 1):
-            mine = batch.is_answer_n & (batch.lesson_n == number)
-            assert known[number] == pytest.approx(choice[mine].float().mean().item())
+            mine = [
+                choice[batch.is_answer_n & (batch.lesson_n == number)]
+                for choice, batch in zip(right, batches, strict=True)
+            ]
+            assert known[number] == pytest.approx(torch.cat(mine).float().mean().item())
+
+    def test_texts_of_one_batch_have_similar_lengths_and_none_is_lost(self, own):
+        _, lessons, turns = own
+        batches = list(lessons.reading.batches(turns[1]))
+        assert len(batches) > 1
+        for batch in batches:
+            lengths = [len(text.tokens) for text in batch.texts]
+            assert max(lengths) <= 1.5 * min(lengths)
+        assert sum(len(batch.texts) for batch in batches) == len(turns[1])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -343,26 +343,32 @@ class Lessons:
         """The directions of each lesson's subject, one per place where it ends, in all turns and in the first
         alone, and what is known of it."""
         found: list[list[Tensor]] = [[] for _ in range(lessons)]
-        known: list[float] = []
         plain = [0] * lessons  # so many of them are of the first turn
         for number, turn in enumerate(turns):
-            with self._inputs() as seen:
-                shares = self._known(turn, lessons)
-            for batch, states in zip(turn, seen, strict=True):
-                states = states.reshape(len(batch.texts), -1, states.shape[-1])
+            for batch in turn:
+                given = self._given(batch)
+                states = given.reshape(len(batch.texts), -1, given.shape[-1])
                 for line, row in enumerate(batch.texts):
                     if row.keys:
                         found[row.lesson].append(states[line, row.keys])
                         plain[row.lesson] += 0 if number else len(row.keys)
-            if number == 0:
-                known = shares
         if empty := [number for number, states in enumerate(found) if not states]:
             raise ValueError(
                 f"lesson {empty[0]} of the batch has no form whose subject stands after the first token "
                 "and before the last: give another form"
             )
         keys = [self.layer.represent(torch.cat(states).to(self.layer.encoder.dtype)) for states in found]
-        return keys, [own[:count] for own, count in zip(keys, plain, strict=True)], known
+        first = [own[:count] for own, count in zip(keys, plain, strict=True)]
+        return keys, first, self._known(turns[0], lessons)
+
+    def _given(self, batch: Batch) -> Tensor:
+        """What the layer is given for a batch: the lower half may have it already."""
+        read: Tensor | None = getattr(batch.state, "read", None)
+        if read is not None:
+            return read
+        with self._inputs() as seen:
+            self.reading.predict(batch)
+        return seen[0]
 
     @torch.no_grad()
     def _taken(self) -> Taken:

@@ -30,6 +30,9 @@ class Halves(Protocol):
     def above(self, state: Any, rows: Tensor, positions: Tensor) -> Tensor:
         """The logits (n, vocabulary) after the tokens at these places."""
 
+    def write(self, texts: Sequence[list[int]], count: int) -> list[list[int]]:
+        """The likeliest `count` tokens that the model would write after each of these texts."""
+
 
 class Whole:
     """A model that is not cut in two: everything is computed in every pass."""
@@ -42,6 +45,18 @@ class Whole:
 
     def above(self, state: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         return self.model(state)[rows, positions]
+
+    def write(self, texts: Sequence[list[int]], count: int) -> list[list[int]]:
+        device = next(self.model.parameters()).device
+        row = torch.arange(len(texts), device=device)
+        written: list[list[int]] = [[] for _ in texts]
+        for _ in range(count):
+            longer = [text + more for text, more in zip(texts, written, strict=True)]
+            last = torch.tensor([len(text) - 1 for text in longer], device=device)
+            chosen = self.model(padded(longer).to(device))[row, last].argmax(-1)
+            for more, token in zip(written, chosen.tolist(), strict=True):
+                more.append(token)
+        return written
 
 
 @dataclasses.dataclass
@@ -74,6 +89,12 @@ def graded(texts: Sequence[Text]) -> list[tuple[int, int, int, bool, int]]:
         for row, text in enumerate(texts)
         for place in range(text.answer.start - text.repeated, len(text.tokens))
     ]
+
+
+def padded(texts: Sequence[list[int]]) -> Tensor:
+    """Tokens (texts, time), filled up on the right: what is read is causal."""
+    longest = max(map(len, texts))
+    return torch.tensor([text + [0] * (longest - len(text)) for text in texts])
 
 
 class Reading:
@@ -127,7 +148,8 @@ class Reading:
     @torch.no_grad()
     def batches(self, texts: Sequence[Text]) -> Iterator[Batch]:
         """The texts, so many at once as the configuration says, with what the lower half makes of them."""
-        for part, tokens in self._padded(texts):
+        for part in self._alike(texts):
+            tokens = padded([text.tokens for text in part]).to(self.device)
             with self.autocast():
                 state = self.halves.below(tokens)
             places = zip(*graded(part), strict=True)
@@ -185,30 +207,23 @@ class Reading:
     @torch.no_grad()
     def _continued(self, texts: Sequence[Text], count: int) -> list[list[int]]:
         """The tokens that the base would write after each of these texts."""
-        written: list[list[int]] = [[] for _ in texts]
+        written: list[list[int]] = []
         with self.as_base(), self.autocast():
-            for _ in range(count):
-                longer = [
-                    dataclasses.replace(text, tokens=text.tokens + more)
-                    for text, more in zip(texts, written, strict=True)
-                ]
-                chosen = []
-                for part, tokens in self._padded(longer):
-                    row = torch.arange(len(part), device=self.device)
-                    last = torch.tensor([len(text.tokens) - 1 for text in part], device=self.device)
-                    chosen += self.halves.above(self.halves.below(tokens), row, last).argmax(-1).tolist()
-                for more, token in zip(written, chosen, strict=True):
-                    more.append(token)
-        return written
+            for start in range(0, len(texts) if count else 0, self.config.rows):
+                part = texts[start : start + self.config.rows]
+                written += self.halves.write([text.tokens for text in part], count)
+        return written or [[] for _ in texts]
 
-    def _padded(self, texts: Sequence[Text]) -> Iterator[tuple[Sequence[Text], Tensor]]:
-        for start in range(0, len(texts), self.config.rows):
-            part = texts[start : start + self.config.rows]
-            longest = max(len(text.tokens) for text in part)
-            padded = [
-                text.tokens + [0] * (longest - len(text.tokens)) for text in part
-            ]  # right: it is causal
-            yield part, torch.tensor(padded, device=self.device)
+    def _alike(self, texts: Sequence[Text]) -> Iterator[Sequence[Text]]:
+        """Texts of similar lengths, so many at once as may be: little of a batch is padding."""
+        part: list[Text] = []
+        for text in sorted(texts, key=lambda text: len(text.tokens)):
+            if part and (len(part) == self.config.rows or len(text.tokens) > 1.5 * len(part[0].tokens)):
+                yield part
+                part = []
+            part.append(text)
+        if part:
+            yield part
 
     def _tokens(self, text: str) -> list[int]:
         return [int(token) for token in self.encode(text)]

@@ -8,12 +8,13 @@ A lesson reads its texts many times. The blocks below the layer that learns give
 and of the logits, which are most of the work in a small model, only those of graded tokens are needed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig
 
 from attractor.continual.reading import Whole
 from attractor.hf.net import Retrofit
@@ -85,6 +86,11 @@ class Halves:
         with self.net.using(self.name), self._skipping(state):
             return logits_at(self.net.model, state.tokens, rows, positions)
 
+    def write(self, texts: Sequence[list[int]], count: int) -> list[list[int]]:
+        """The likeliest `count` tokens that the base would write after each of these texts."""
+        with self.net.using(None):
+            return likeliest(self.net.model, texts, count)
+
     @contextmanager
     def _skipping(self, state: Below) -> Iterator[None]:
         """Every block of the lower half returns at once what the last one did."""
@@ -108,6 +114,25 @@ class Undivided(Whole):
 
     def above(self, state: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
         return logits_at(self.model, state, rows, positions)
+
+    def write(self, texts: Sequence[list[int]], count: int) -> list[list[int]]:
+        return likeliest(self.model, texts, count)
+
+
+@torch.no_grad()
+def likeliest(model: Any, texts: Sequence[list[int]], count: int) -> list[list[int]]:
+    """What a Hugging Face model writes after each of these texts: `count` tokens, even if it would end."""
+    longest = max(map(len, texts))
+    rows = [[0] * (longest - len(text)) + text for text in texts]  # its caches want the ends in one column
+    mask = [[0] * (longest - len(text)) + [1] * len(text) for text in texts]
+    never = model.get_output_embeddings().weight.shape[0]  # no token ends a text
+    settings = GenerationConfig(max_new_tokens=count, do_sample=False, eos_token_id=never, pad_token_id=0)
+    tokens = model.generate(
+        torch.tensor(rows, device=model.device),
+        attention_mask=torch.tensor(mask, device=model.device),
+        generation_config=settings,
+    )
+    return tokens[:, longest:].tolist()
 
 
 def logits_at(model: Any, tokens: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
