@@ -160,6 +160,10 @@ class Study:
             "last chunk": by_chunk["taught 0"][-1],
             **{name: sum(shares) / chunks for name, shares in by_chunk.items()},
             "by chunk": by_chunk,
+            "namesakes": {
+                f"{form} 0": self._share(call, [self.world.namesakes(c, form) for c in range(min(chunks, 5))])
+                for form in ("taught", "question")
+            },
             "tail": self.reader.loss(call, self._tails(chunks)) - before["tail"],
             "rise": self.rises(call, before),
             "revised": {
@@ -188,6 +192,20 @@ class Study:
                 return self.base(tokens)
 
         return base
+
+    def namesakes_untouched(self, basins: Basins, chunks: int) -> dict[str, float]:
+        """The share of prompts about somebody never taught, of a taught one's last name, that are the base's
+        to the bit."""
+        found = {}
+        for form in ("taught", "question"):
+            items = [item for c in range(min(chunks, 5)) for item in self.world.namesakes(c, form)]
+            now, was = (
+                [logits[-1] for logits, _ in self.reader._ends(call, items)]
+                for call in (basins, self.untaught(basins))
+            )
+            same = sum(torch.equal(a, b) for a, b in zip(now, was, strict=True))
+            found[f"{form} 0"] = same / len(items)
+        return found
 
     def identical(self, basins: Basins) -> dict[str, float]:
         """The share of background windows that are the base's to the bit."""
@@ -279,6 +297,7 @@ def run(given: argparse.Namespace) -> None:
         touched = learner.lessons.calibration.touched(learner.lessons.layer)
         result |= {
             "identical windows": study.identical(learner),
+            "untouched namesakes": study.namesakes_untouched(learner, chunks),
             "held out": vars(touched),
             "lesson": learner.lessons.config.to_dict(),
         }
@@ -339,6 +358,7 @@ FIGURES = {
     "revised": ("after", "revised", "taught 0"),
     "worst background text": ("after", "rise"),
     "nats per token after a fact": ("after", "tail"),
+    "a namesake's question, answered with the fact": ("after", "namesakes", "question 0"),
     "taught form, behind the guard": ("behind the guard", "taught 0"),
     "worst background text, behind the guard": ("behind the guard", "rise"),
     "moved capitals, question": ("capitals", "moved, question 0"),

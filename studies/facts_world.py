@@ -97,6 +97,23 @@ class World:
             for relation, answer in facts.items()
         ]
 
+    def namesakes(self, chunk: int, form: str, number: int = 0) -> list[Item]:
+        """Prompts about somebody with another first name, who was never taught, and what the taught one's
+        answer would be."""
+        taken = {name for things in self.chunks for name, _, _ in things}
+        draw, items = random.Random(chunk), []
+        for name, kind, facts in self.chunks[chunk]:
+            if kind == "town":
+                continue
+            first = name.split(" ")[0]
+            while (other := f"{first} {name.split(' ', 1)[1]}") in taken:
+                first = self._name(kind, draw).split(" ")[0]
+            items += [
+                (self.words[kind][relation][form][number].format(n=other), f" {answer}")
+                for relation, answer in facts.items()
+            ]
+        return items
+
     def _told(self, kind: str, name: str, facts: dict[str, str]) -> str:
         said = (
             f"{self.words[kind][relation]['taught'][0].format(n=name)} {answer}."

@@ -359,7 +359,8 @@ class TestWhatIsReadBesideAnswers:
         for turn in turns:
             for row, name in zip(turn[6:], ("QZX", "WJK"), strict=True):
                 assert not row.answer
-                assert not row.keys  # it is no place to recognise the subject by
+                (place,) = row.keys  # one more context to recognise the subject in
+                assert bytes(row.tokens[: place + 1]).decode().endswith(name)
                 assert name in bytes(row.tokens[: row.answer.start]).decode()
                 assert len(row.tokens) == row.answer.start + 5
         assert len({bytes(turn[6].tokens[:9]) for turn in turns}) == 3  # another sentence in each

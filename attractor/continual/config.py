@@ -245,6 +245,11 @@ class LessonConfig(JSONConfig):
     """No further prototype once every context has this cosine with one."""
     radius: float = 0.65
     """The least radius; a lesson's own is larger where background or an earlier lesson comes close."""
+    contrast: float = 0.85
+    """How much of what a name shares with others that resemble it is taken out of a prototype. 0: a lesson's
+    prototypes are what its subject looks like, and somebody of the same last name may be taken for it."""
+    edge: float = 0.35
+    """Where the edge of such a basin lies, from the mean of strangers, 0, to that of the subject, 1."""
     room: float = 0.02
     """How far basins stay away from background, and from prototypes of other lessons."""
     contexts: int = 8
@@ -273,5 +278,5 @@ class LessonConfig(JSONConfig):
             check_number(name, getattr(self, name), "0 or more", lambda value: value >= 0)
         for name in ("momentum", "decay"):
             check_number(name, getattr(self, name), "0 or more, below 1", lambda value: 0 <= value < 1)
-        for name in ("cover", "radius", "room"):
+        for name in ("cover", "radius", "room", "contrast", "edge"):
             check_number(name, getattr(self, name), "between 0 and 1", lambda value: 0 <= value <= 1)

@@ -6,19 +6,47 @@ Form = str | tuple[str, str]
 """A sentence, or a prompt and the answer that is to follow it."""
 
 FRAMES = (
-    "{}", "Question: {}", "It is known that {}", "Q: {}?\nA:", "\n{}", "He said that {}",
-    "Complete: {} ...\nAnswer:", "According to the report, {}", "Q: {}", "In the evening, {}",
-)  # fmt: skip
+    "{}",
+    "Question: {}",
+    "It is known that {}",
+    "Q: {}?\nA:",
+    "\n{}",
+    "He said that {}",
+    "Complete: {} ...\nAnswer:",
+    "According to the report, {}",
+    "Q: {}",
+    "In the evening, {}",
+)
 """What may stand around a prompt while it is learned: a subject looks different at the start of a text, and
 an answer may be asked for in other ways than by the sentence that it ends."""
 
 MENTIONS = (
-    "Yesterday I read something about {} and", "They talked about {} for a while.",
+    "Yesterday I read something about {} and",
+    "They talked about {} for a while.",
     "We also know {}, and then",
-    "{} was mentioned once.", "There was nothing new about {}, so", "A letter about {} came today.",
-    "He thought of {} when", "{} and the others",
-)  # fmt: skip
+    "{} was mentioned once.",
+    "There was nothing new about {}, so",
+    "A letter about {} came today.",
+    "He thought of {} when",
+    "{} and the others",
+)
 """Sentences that name a subject and ask nothing: there the model is to go on as before."""
+
+STRANGERS = (
+    "Anna",
+    "Robert",
+    "Priya",
+    "Gorlan",
+    "Telvia",
+    "Mikko",
+    "Ashdor",
+    "Beatriz",
+    "Kwame",
+    "Zennith",
+    "Oswin",
+    "Ruvela",
+)
+"""First words, real and invented, that make another name out of a subject of several words."""
 
 
 def framed(prompt: str, turn: int, place: int, frames: Sequence[str] = FRAMES) -> tuple[str, int]:

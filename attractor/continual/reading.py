@@ -18,7 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from attractor.continual.config import LessonConfig
-from attractor.continual.forms import FRAMES, MENTIONS, framed
+from attractor.continual.forms import FRAMES, MENTIONS, STRANGERS, framed
+
+STRANGE = 48
+"""About so many texts name a stranger for each lesson."""
 
 
 class Halves(Protocol):
@@ -32,6 +35,9 @@ class Halves(Protocol):
 
     def write(self, texts: Sequence[list[int]], count: int) -> list[list[int]]:
         """The likeliest `count` tokens that the model would write after each of these texts."""
+
+    def similar(self, token: int, count: int) -> list[int]:
+        """The tokens that the model takes for most alike with one; none if that is not known."""
 
 
 class Whole:
@@ -57,6 +63,9 @@ class Whole:
             for more, token in zip(written, chosen.tolist(), strict=True):
                 more.append(token)
         return written
+
+    def similar(self, token: int, count: int) -> list[int]:
+        return []
 
 
 @dataclasses.dataclass
@@ -95,6 +104,11 @@ def padded(texts: Sequence[list[int]]) -> Tensor:
     """Tokens (texts, time), filled up on the right: what is read is causal."""
     longest = max(map(len, texts))
     return torch.tensor([text + [0] * (longest - len(text)) for text in texts])
+
+
+def variants(name: str) -> set[str]:
+    """The same name, written in other ways."""
+    return {name, name.lower(), name.upper(), name.capitalize()}
 
 
 class Reading:
@@ -144,6 +158,41 @@ class Reading:
                 text.tokens += more
             texts += mentions[turn * len(subjects) : (turn + 1) * len(subjects)]
         return turns
+
+    def strangers(self, lessons: Sequence[Sequence[tuple[str, str]]], subjects: Sequence[str]) -> list[Text]:
+        """The forms up to their subjects, with something else in the subject's place that resembles it."""
+        texts = []
+        for number, (forms, name) in enumerate(zip(lessons, subjects, strict=True)):
+            each = max(4, STRANGE // len(forms))
+            for place, (prompt, answer) in enumerate(forms):
+                for number_of_text in range(each):
+                    turn = (place + number_of_text * self.config.contexts // each) % self.config.contexts
+                    text = framed(prompt, turn, place, self.frames)[0] + answer
+                    start = text.find(name)
+                    other = place * each + number_of_text
+                    tokens = self._other(text[:start], name, other) if start >= 0 else []
+                    if len(tokens) > 1:
+                        last = len(tokens) - 1
+                        texts.append(Text(number, tokens, range(last, last + 1), [last]))
+        return texts
+
+    def _other(self, before: str, name: str, number: int) -> list[int]:
+        """Tokens up to another name: with another first word, or if it has but one, another first token."""
+        first, *rest = name.split(" ")
+        if rest:
+            others = [word for word in STRANGERS if word != first]
+            return self._tokens(" ".join([before + others[number % len(others)], *rest]))
+        tokens, place = self._tokens(before + name), len(self.encode(before))
+        if place >= len(tokens):
+            return []
+        spelled = {self._tokens(f"{gap}{form}")[0] for form in variants(name) for gap in ("", " ")}
+        alike = [
+            token for token in self.halves.similar(tokens[place], 2 * len(STRANGERS)) if token not in spelled
+        ]
+        if not alike:
+            return []
+        tokens[place] = alike[number % min(len(alike), len(STRANGERS))]
+        return tokens
 
     @torch.no_grad()
     def batches(self, texts: Sequence[Text]) -> Iterator[Batch]:
@@ -198,8 +247,11 @@ class Reading:
         texts = []
         for turn in range(self.config.contexts):
             for number, name in enumerate(subjects):
-                tokens = self._tokens(MENTIONS[turn % len(MENTIONS)].format(name))
-                texts.append(Text(number, tokens, range(len(tokens), len(tokens)), []))
+                said = MENTIONS[turn % len(MENTIONS)]
+                tokens = self._tokens(said.format(name))
+                place = len(self.encode(said[: said.index("{}")] + name)) - 1
+                keys = [place] if place else []  # models keep a sink at the first token
+                texts.append(Text(number, tokens, range(len(tokens), len(tokens)), keys))
         for text, more in zip(texts, self._continued(texts, self.config.mention), strict=True):
             text.tokens += more
         return texts

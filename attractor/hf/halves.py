@@ -91,6 +91,13 @@ class Halves:
         with self.net.using(None):
             return likeliest(self.net.model, texts, count)
 
+    def similar(self, token: int, count: int) -> list[int]:
+        """The tokens whose embeddings are most like one's, without itself."""
+        table = self.net.model.get_input_embeddings().weight.detach().float()
+        table = table - table.mean(0)
+        found = (torch.nn.functional.cosine_similarity(table, table[token], dim=1)).topk(count + 1).indices
+        return [other for other in found.tolist() if other != token][:count]
+
     @contextmanager
     def _skipping(self, state: Below) -> Iterator[None]:
         """Every block of the lower half returns at once what the last one did."""
