@@ -248,7 +248,7 @@ class LessonConfig(JSONConfig):
     contrast: float = 0.85
     """How much of what a name shares with others that resemble it is taken out of a prototype. 0: a lesson's
     prototypes are what its subject looks like, and somebody of the same last name may be taken for it."""
-    edge: float = 0.35
+    edge: float = 0.5
     """Where the edge of such a basin lies, from the mean of strangers, 0, to that of the subject, 1."""
     room: float = 0.02
     """How far basins stay away from background, and from prototypes of other lessons."""

@@ -182,7 +182,10 @@ class Reading:
         if rest:
             others = [word for word in STRANGERS if word != first]
             return self._tokens(" ".join([before + others[number % len(others)], *rest]))
-        tokens, place = self._tokens(before + name), len(self.encode(before))
+        tokens, start = self._tokens(before + name), self._tokens(before)
+        if tokens[: len(start)] != start:  # a space belongs to the token that follows
+            start = self._tokens(before.rstrip(" "))
+        place = len(start)
         if place >= len(tokens):
             return []
         spelled = {self._tokens(f"{gap}{form}")[0] for form in variants(name) for gap in ("", " ")}
