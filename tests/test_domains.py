@@ -246,9 +246,11 @@ def test_consolidation(kind, tmp_path):
     with pytest.raises(ValueError, match="a consolidation waits"):
         learner.consolidate("mail", {"old": text})
     for act in (
-        lambda: learner.forget("mail"), lambda: learner.observe(stream(9)), lambda: learner.drop("mail"),
+        lambda: learner.forget("mail"),
+        lambda: learner.observe(stream(9)),
+        lambda: learner.drop("mail"),
         lambda: learner.rollback("mail", 1),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match="a consolidation waits"):
             act()
     pending.revert()

@@ -58,9 +58,11 @@ def test_a_retrofit_says_where_its_base_was_loaded_from(tmp_path, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_variant_comes_back(dtype, tmp_path):
     variants = [
-        {"decoder": "shared"}, {"gate": "scalar", "layer_norm": True}, {"prototypes": "contextual"},
+        {"decoder": "shared"},
+        {"gate": "scalar", "layer_norm": True},
+        {"prototypes": "contextual"},
         {"routing": "dot", "init": "paper"},
-    ]  # fmt: skip
+    ]
     for number, variant in enumerate(variants):
         config = APNConfig(num_patches=4, top_k=2, rank=4, **variant)
         net = attractor.retrofit(tiny("gpt2", torch.bfloat16), config, dtype=dtype)

@@ -221,8 +221,10 @@ class OverlayList:
     def act(self, learner: "GuardedLearner") -> bool:
         for name, told in learner.overlays().items():
             patches = sum(told["patches"].values())
-            print(f"{name:20s} version {told['version']} (kept: {told['kept']}), {told['bytes']:,} bytes, "
-                  f"{patches} patches")  # fmt: skip
+            print(
+                f"{name:20s} version {told['version']} (kept: {told['kept']}), {told['bytes']:,} bytes, "
+                f"{patches} patches"
+            )
         if not learner.sources:
             print("no overlays: this is the base")
         return False
@@ -445,6 +447,7 @@ class _bar:
         for event in record["allocations"]:
             self.bar.write(
                 f"layer {event['layer']}: {event['mode']} gives patch {event['patch']}, chosen by "
-                f"{100 * event['selected_by']:.1f} % of tokens", file=sys.stderr,
-            )  # fmt: skip
+                f"{100 * event['selected_by']:.1f} % of tokens",
+                file=sys.stderr,
+            )
         self.bar.refresh()

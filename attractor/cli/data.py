@@ -45,12 +45,18 @@ class DataPrepare:
         out = self.out or Path("data") / Path(self.source).stem
         options: dict[str, Any] = {} if self.size is None else {"size": self.size}
         dataset = prepare(
-            self.source, out, tokenizer=self.tokenizer, vocab_size=self.vocab_size,
-            val_fraction=self.val_fraction, overwrite=self.overwrite,
+            self.source,
+            out,
+            tokenizer=self.tokenizer,
+            vocab_size=self.vocab_size,
+            val_fraction=self.val_fraction,
+            overwrite=self.overwrite,
             **options,
-        )  # fmt: skip
-        print(f"{out}: {len(dataset.train):,} training and {len(dataset.val):,} validation tokens, "
-              f"vocabulary {dataset.tokenizer.vocab_size:,}")  # fmt: skip
+        )
+        print(
+            f"{out}: {len(dataset.train):,} training and {len(dataset.val):,} validation tokens, "
+            f"vocabulary {dataset.tokenizer.vocab_size:,}"
+        )
 
 
 DATA = {"list": DataList, "prepare": DataPrepare}

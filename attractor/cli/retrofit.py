@@ -77,9 +77,14 @@ class RetrofitModel:
         rows = train[: 32 * self.context][: len(train) // self.context * self.context]
         sample = torch.from_numpy(rows.reshape(-1, self.context))
         net = retrofit(
-            model, self.apn, layers=self._layers(), prototypes=self.start, seed=self.seed,
-            sample=sample if self.start == "kmeans" else None, dtype=torch.float32,
-        )  # fmt: skip
+            model,
+            self.apn,
+            layers=self._layers(),
+            prototypes=self.start,
+            seed=self.seed,
+            sample=sample if self.start == "kmeans" else None,
+            dtype=torch.float32,
+        )
         net.print_trainable_parameters()
         summary = {"model": self.source, "data": self.data, "apn": self.apn.to_dict()}
 
@@ -89,10 +94,18 @@ class RetrofitModel:
 
         with stop_on_signal() as stopped, progress_bar(self.steps, "retrofit") as report:
             done = teach(
-                CausalLM(net, context=self.context), net.trainable_parameters(), train, validation,
-                steps=self.steps, batch_size=self.batch_size, learning_rate=self.learning_rate,
-                seed=self.seed, keep=keep, stop=stopped, report=report,
-            )  # fmt: skip
+                CausalLM(net, context=self.context),
+                net.trainable_parameters(),
+                train,
+                validation,
+                steps=self.steps,
+                batch_size=self.batch_size,
+                learning_rate=self.learning_rate,
+                seed=self.seed,
+                keep=keep,
+                stop=stopped,
+                report=report,
+            )
         if not math.isfinite(done["best"]):
             raise ValueError("the model cannot predict this text: no loss was finite, and nothing was kept")
         if done["diverged"]:

@@ -246,9 +246,13 @@ class GuardedLearner:
     def _branch(self, base: TrainableModel, base_hash: str) -> Branch:
         config = self.config
         return Branch(
-            base, roles=config.learn.update.train, attention=config.attention, rank=config.attention_rank,
-            also=config.also, base_hash=base_hash,
-        )  # fmt: skip
+            base,
+            roles=config.learn.update.train,
+            attention=config.attention,
+            rank=config.attention_rank,
+            also=config.also,
+            base_hash=base_hash,
+        )
 
     def _teacher(self, branch: Branch, tokens: int) -> OnlineLearner:
         others = cast(dict[str, Tensor], branch.others)
@@ -276,9 +280,12 @@ class GuardedLearner:
         config = self.config
         paths = {BASE: self.base} | {name: held.branch.model for name, held in self.sources.items()}
         guard = Guard(
-            paths, prior=config.prior, window=config.window, switch_rate=config.switch_rate,
+            paths,
+            prior=config.prior,
+            window=config.window,
+            switch_rate=config.switch_rate,
             pause=config.pause,
-        )  # fmt: skip
+        )
         return guard.to(self.device).eval()
 
     def perplexity(self, text: Text) -> float:
@@ -308,9 +315,11 @@ class GuardedLearner:
         """Numbers for a log: counters, and the size of every overlay."""
         totals = self.totals
         values: dict[str, float] = {
-            "tokens": totals.tokens, "taught": totals.taught, "updates": totals.updates,
+            "tokens": totals.tokens,
+            "taught": totals.taught,
+            "updates": totals.updates,
             "allocations": totals.allocations,
-        }  # fmt: skip
+        }
         values |= {f"held_back/{name}": count for name, count in totals.held_back.items()}
         for name, told in self.overlays().items():
             values |= {f"overlay/{name}/bytes": told["bytes"], f"overlay/{name}/version": told["version"]}
@@ -324,10 +333,12 @@ class GuardedLearner:
         for name, held in self.sources.items():
             overlay = held.versions[held.version] if held.versions else held.branch.overlay()
             described[name] = {
-                "version": held.version, "kept": sorted(held.versions), "bytes": overlay.nbytes,
+                "version": held.version,
+                "kept": sorted(held.versions),
+                "bytes": overlay.nbytes,
                 "patches": {layer: len(numbers) for layer, numbers in overlay.patches().items()},
                 "tokens": held.tokens,
-            }  # fmt: skip
+            }
         return described
 
     def drop(self, name: str) -> None:
@@ -374,9 +385,12 @@ class GuardedLearner:
         self._flush(self._known(name))
         held = self.sources[name]
         notes = {
-            "source": name, "version": held.version, "tokens": held.tokens, "usual": list(held.usual),
+            "source": name,
+            "version": held.version,
+            "tokens": held.tokens,
+            "usual": list(held.usual),
             "config": self.config.to_dict(),
-        }  # fmt: skip
+        }
         held.branch.overlay(**notes).save(folder)
 
     def import_overlay(self, folder: str | Path, name: str) -> None:

@@ -329,9 +329,12 @@ class OnlineLearner:
             )
             events += [event] if event is not None else []
         return Observation(
-            updates=int(gathered.taught > 0), patches={n: len(patches) for n, patches in taught.items()},
-            largest_change=changes, allocations=tuple(events), source=self.source,
-        ), habits  # fmt: skip
+            updates=int(gathered.taught > 0),
+            patches={n: len(patches) for n, patches in taught.items()},
+            largest_change=changes,
+            allocations=tuple(events),
+            source=self.source,
+        ), habits
 
     @contextmanager
     def _gradients(self, gradients: Mapping[str, Tensor]) -> Iterator[None]:
@@ -386,9 +389,12 @@ class OnlineLearner:
         """Numbers for a log: counters and usage so far; with `text` its routing; with both Omega(A, B)."""
         totals = self.totals
         values: dict[str, float] = {
-            "tokens": totals.tokens, "taught": totals.taught, "updates": totals.updates,
-            "allocations": totals.allocations, "loss": totals.surprise.mean,
-        }  # fmt: skip
+            "tokens": totals.tokens,
+            "taught": totals.taught,
+            "updates": totals.updates,
+            "allocations": totals.allocations,
+            "loss": totals.surprise.mean,
+        }
         values |= {f"held_back/{name}": count for name, count in totals.held_back.items()}
         for number, habits in self.allocator.habits.items():
             values[f"apn/{number}/usage_entropy"] = monitor.usage_entropy(habits.usage)

@@ -109,16 +109,23 @@ def write(
         raise ValueError(f"{bad[0]} holds numbers that are not finite; nothing was saved")
     weights = tensors_hash(model.state_dict())
     described = {
-        "format": FORMAT, "attractor": __version__, "torch": torch.__version__,
+        "format": FORMAT,
+        "attractor": __version__,
+        "torch": torch.__version__,
         "transformers": metadata.version("transformers"),
         "base": {
-            "class": type(model).__name__, "config": base_fields(model), "weights": weights,
+            "class": type(model).__name__,
+            "config": base_fields(model),
+            "weights": weights,
             "loaded_from": whole_path(model.name_or_path) if getattr(model, "name_or_path", "") else None,
         },
-        "mode": mode, "source": source, "attention": list(attention), "tensors": tensors_hash(tensors),
+        "mode": mode,
+        "source": source,
+        "attention": list(attention),
+        "tensors": tensors_hash(tensors),
         "dtypes": {place: _name(layer.encoder.dtype) for place, layer in layers.items()},
         "layers": {place: layer.config.to_dict() for place, layer in layers.items()},
-    }  # fmt: skip
+    }
     digest = _digest(described)
 
     def fill(partial: Path) -> None:
@@ -187,8 +194,16 @@ def read(folder: str | Path, dim: int, backend: str) -> Saved:
         return Saved(
             dict(base["config"]), str(base["weights"]), described["mode"], layers, source, tuple(attention)
         )
-    except (OSError, LookupError, TypeError, AttributeError, ValueError, RuntimeError, RecursionError,
-            SafetensorError) as error:  # fmt: skip
+    except (
+        OSError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ValueError,
+        RuntimeError,
+        RecursionError,
+        SafetensorError,
+    ) as error:
         raise ValueError(f"{folder} holds no retrofit that can be read: {error}") from error
 
 
