@@ -276,7 +276,8 @@ class Report:
     out: Path = Path("report.html")
     """Where the page goes."""
     docs: Path | None = None
-    """A Markdown page; its figures go to figures/ beside it, and what was written by hand in it stays."""
+    """The first page in Markdown; the others go to the folder of its name, figures to figures/ beside it.
+    What was written by hand in pages that are already there stays."""
 
     def run(self) -> None:
         if not self.results:
