@@ -29,8 +29,16 @@ def resident_megabytes() -> float:
     return pages * resource.getpagesize() / 2**20
 
 
+LEARN = LearnConfig(
+    budget=8192,
+    gates=GateConfig(max_surprise=4.0, min_entropy=0.01),
+    allocation=AllocationConfig(mode="replace", novelty=8.0, cooldown=200_000),
+)
+"""Two of the gates, and patches that are replaced."""
+
+
 def memory_of_a_stream(tokens: int, pieces: int) -> list[dict[str, float]]:
-    """A tiny model, every gate, and replacement of patches: all the state a learner can have."""
+    """Let a tiny model learn from a source that drifts, and watch the memory of the process."""
     shape = GPTConfig(
         vocab_size=64,
         context=64,
@@ -41,12 +49,7 @@ def memory_of_a_stream(tokens: int, pieces: int) -> list[dict[str, float]]:
         apn=APNConfig(num_patches=32, top_k=2, rank=8),
     )
     torch.manual_seed(0)
-    config = LearnConfig(
-        budget=8192,
-        gates=GateConfig(max_surprise=4.0, min_entropy=0.01),
-        allocation=AllocationConfig(mode="replace", novelty=8.0, cooldown=200_000),
-    )
-    learner = OnlineLearner(GPT(shape), config=config)
+    learner = OnlineLearner(GPT(shape), config=LEARN)
     random, records, started = np.random.default_rng(0), [], time.perf_counter()
     for piece in range(pieces):
         words = random.integers(0, 64, (512, 8))  # a source that drifts
@@ -111,7 +114,7 @@ def main() -> None:
             "config": {k: str(v) for k, v in vars(options).items()},
             "cost": cost,
             "memory_growth_megabytes": settled[-1] - settled[0],
-            "learn": dataclasses.asdict(LearnConfig()),
+            "learn": dataclasses.asdict(LEARN),
             "records": records,
         },
     )

@@ -92,9 +92,9 @@ GROUPS: dict[str, dict[str, Verb]] = {
             "Answer requests over HTTP, and learn while doing so.",
             "serve runs/tiny_apn --learn",
         ),
-        "keys": Verb("serve", "Keys", "Make a key for a server.", "keys keys.json --scopes generate learn"),
+        "keys": Verb("store", "Keys", "Make a key for a server.", "keys keys.json --scopes generate learn"),
         "store": Verb(
-            "serve",
+            "store",
             "StoreCommand",
             "Check, list or copy what a server keeps.",
             "store verify runs/tiny_apn-served",
