@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from attractor.distributed import World
-from attractor.files import recover_folder, remove_folder, write_folder
+from attractor.files import recover_folder, remove_folder, save_tensors, write_folder
 from attractor.lm import TrainableModel
 from attractor.model import GPT
 from attractor.tokenizer import Tokenizer, load
@@ -157,10 +157,7 @@ def spread_state(
 
 
 def write_training(folder: Path, tensors: State, progress: dict[str, Any]) -> None:
-    try:
-        save_file(tensors, folder / "training.safetensors")
-    except SafetensorError as error:
-        raise OSError(f"cannot write {folder}: {error}") from error
+    save_tensors(tensors, folder / "training.safetensors")
     (folder / "training.json").write_text(json.dumps(progress, indent=2))
 
 

@@ -9,18 +9,19 @@ h' = h + Attention(Norm(h));  y = h' + FFN(Norm(h')).
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Self, cast, overload
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attractor.config import APNConfig, GPTConfig, MoEConfig
-from attractor.files import write_file, write_text
+from attractor.files import save_tensors, write_file, write_text
 from attractor.layer import APN, RoutingStats
 from attractor.moe import MoE, Switch
 
@@ -79,9 +80,6 @@ class RaggedCache(KVCache):
     @property
     def end(self) -> int:
         return self.first + self.length
-
-    def length_of(self, row: int) -> int:
-        return self.end - self.starts[row]
 
     @property
     def is_even(self) -> bool:
@@ -325,11 +323,7 @@ class GPT(nn.Module):
         `state` takes the place of our own tensors where they are spread over processes.
         """
         state = self.state_dict() if state is None else state
-        tensors = {name: value.contiguous() for name, value in state.items()}
-        try:
-            write_file(Path(folder) / "model.safetensors", lambda partial: save_file(tensors, partial))
-        except SafetensorError as error:
-            raise OSError(f"cannot write {folder}: {error}") from error
+        write_file(Path(folder) / "model.safetensors", functools.partial(save_tensors, state))
         write_text(Path(folder) / "config.json", self.config_now().to_json())
 
     def config_now(self) -> GPTConfig:

@@ -108,7 +108,7 @@ def check_ragged(model, actions, context, vocabulary):
                 joint.add(one)
                 texts.append([*text, *token])
         assert joint.length == max(map(len, texts), default=0)
-        assert [joint.length_of(row) for row in range(len(texts))] == list(map(len, texts))
+        assert [joint.end - start for start in joint.starts] == list(map(len, texts))
 
 
 @given(ACTIONS)

@@ -300,7 +300,7 @@ def test_saving_replaces_retrofits_and_nothing_else(saved, monkeypatch):
         raise files.SafetensorError("no space left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "save_file", full)
+        patch.setattr("safetensors.torch.save_file", full)
         with pytest.raises(OSError, match="no space left"):
             net.save_pretrained(saved)
     assert (saved / files.WEIGHTS).read_bytes() == before

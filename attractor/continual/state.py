@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from attractor.continual.allocate import Habits
 from attractor.continual.observation import Totals, whole_number
+from attractor.files import save_tensors
 
 if TYPE_CHECKING:
     from attractor.continual.learner import OnlineLearner
@@ -26,11 +27,7 @@ def write(learner: "OnlineLearner", folder: Path) -> None:
     learner.model.save_pretrained(folder)
     if learner.tokenizer is not None:
         learner.tokenizer.save(folder / "tokenizer.json")
-    tensors = {name: tensor.contiguous() for name, tensor in tensors_of(learner).items()}
-    try:
-        save_file(tensors, folder / TENSORS)
-    except SafetensorError as error:
-        raise OSError(f"cannot write {TENSORS}: {error}") from error
+    save_tensors(tensors_of(learner), folder / TENSORS)
     (folder / STATE).write_text(json.dumps(fields_of(learner), indent=2))
 
 

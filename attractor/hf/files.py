@@ -14,12 +14,11 @@ from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from attractor.checkpoint import tensors_hash
 from attractor.config import APNConfig, check_choice
-from attractor.files import write_folder
+from attractor.files import save_tensors, write_folder
 from attractor.layer import APN, FLOATS
 from attractor.version import __version__
 
@@ -129,11 +128,7 @@ def write(
     digest = _digest(described)
 
     def fill(partial: Path) -> None:
-        try:
-            told = {"format": "pt", "base": weights, "digest": digest}
-            save_file(tensors, partial / WEIGHTS, metadata=told)
-        except SafetensorError as error:
-            raise OSError(f"cannot write {folder}: {error}") from error
+        save_tensors(tensors, partial / WEIGHTS, {"format": "pt", "base": weights, "digest": digest})
         (partial / CONFIG).write_text(json.dumps({**described, "digest": digest}, indent=2))
 
     write_folder(folder.absolute(), fill)
