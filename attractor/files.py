@@ -116,7 +116,7 @@ def finite(values: Any) -> Any:
 def read_jsonl(path: Path, counter: str, until: float = math.inf) -> list[dict[str, Any]]:
     """The records of a log whose `counter` is a whole number, `until` at most; none where there is no file.
 
-    So without lines that a kill cut short or that somebody else wrote, and where a run goes on from a
+    So without lines that a kill cut short or that another program wrote, and where a run goes on from a
     checkpoint, without the future that did not happen.
     """
     records = []

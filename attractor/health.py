@@ -88,7 +88,7 @@ def _short(number: float) -> str:
 
 def plot(values: dict[str, Any], path: Path) -> None:
     """Usage of each layer's patches, busiest first, and how many patches two tokens share."""
-    from attractor.figures import new_figure  # matplotlib is not for everybody
+    from attractor.figures import new_figure  # matplotlib is an extra
 
     texts = values["texts"]
     layers = list(next(iter(texts.values())))

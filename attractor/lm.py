@@ -72,7 +72,7 @@ class TrainableModel(LanguageModel, Protocol):
         """An empty `attractor.model.RaggedCache`, for a text that is read together with others."""
 
     def config_now(self) -> JSONConfig:
-        """All that tells this model from another, with the patches that its layers have by now."""
+        """All that distinguishes this model from another, with the patches that its layers have by now."""
 
     def save_pretrained(self, folder: str | Path) -> None: ...
     def parameters(self) -> Iterator[nn.Parameter]: ...

@@ -42,7 +42,7 @@ class Loop:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Count these seconds too: a GPU is at work after `take`, until somebody asks for the loss."""
+        """Count these seconds too: a GPU is at work after `take`, until the loss is read."""
         started = time.perf_counter()
         try:
             yield

@@ -137,7 +137,7 @@ class RaggedCache(KVCache):
         row, start, end = len(self.starts), self.end - length, self.end
         for ours, theirs in zip(self.layers, other.layers, strict=True):
             for mine, new in zip(ours, theirs, strict=True):
-                mine[row, :, :start] = 0  # whoever was here before may have left NaN
+                mine[row, :, :start] = 0  # the text that was here before may have left NaN
                 mine[row, :, start:end] = new[0, :, other.first : other.end]
         self._place([*self.starts, start])
         self.length = end - self.first
@@ -310,7 +310,7 @@ class GPT(nn.Module):
         return self.embedding.weight.device
 
     def apn_layers(self) -> dict[int, APN]:
-        """Layer number -> APN layer, for whoever freezes, monitors or adapts them."""
+        """Return the APN layers by the number of their block, to freeze, monitor or adapt them."""
         return {i: block.ffn for i, block in enumerate(self.blocks) if isinstance(block.ffn, APN)}
 
     def num_parameters(self) -> int:

@@ -190,7 +190,7 @@ class Trainer(Loop):
 
         def fill(folder: Path) -> None:
             self.model.save_pretrained(folder, state=state)
-            # whoever reads it has the model as it is now: nobody will set the factor of the warm-up again
+            # a reader gets the model as it is now: the factor of the warm-up is not set again
             (folder / "config.json").write_text(self._with_scale().to_json())
             self.dataset.tokenizer.save(folder / "tokenizer.json")
             (folder / "run.json").write_text(self.config.to_json())
@@ -293,7 +293,7 @@ class Trainer(Loop):
         return values
 
     def _finite_loss(self) -> float:
-        """The loss of the last step in all processes; whoever asks waits until it is known."""
+        """The loss of the last step in all processes; reading it waits until it is known."""
         with self.timed():
             value = float(self.world.mean(self.loss))
         if not math.isfinite(value):
@@ -385,7 +385,7 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
 
     try:
         previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not the main thread: nobody sends us signals
+    except ValueError:  # not the main thread, which alone gets signals
         previous = {}
     try:
         yield lambda: bool(seen)

@@ -275,7 +275,7 @@ def test_consolidation_is_refused_where_it_hurts(home):
         learner.consolidate("d1", {"home": domain(0, 500)})
     assert same(weights(learner.base), base)
     assert "d1" in learner.sources
-    with pytest.raises(ValueError, match="without canaries"):
+    with pytest.raises(ValueError, match="no canaries"):
         learner.consolidate("d1", {})
     with pytest.raises(ValueError, match="there is no overlay 'd9'"):
         learner.consolidate("d9", {"home": domain(0, 500)})

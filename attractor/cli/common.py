@@ -40,7 +40,7 @@ Kind = type[Exception]
 
 
 def mistakes() -> tuple[Kind, Kind, Kind, Kind, Kind]:
-    """What a person is told in a line, and not by a traceback."""
+    """The exceptions that are shown as one line and not as a traceback."""
     from attractor.continual.update import NotFiniteUpdate
     from attractor.corpora import CorpusUnavailable
     from attractor.trainer import NotFiniteLoss
@@ -74,7 +74,7 @@ def run_folder(model: str | Path) -> Path | None:
 
 
 def validation_text(folder: Path | None) -> "np.ndarray | None":
-    """The validation tokens of a run whose model is in this folder, if it tells which text it learned."""
+    """The validation tokens of a run whose model is in this folder, if the run says which text it learned."""
     import numpy as np
 
     from attractor.tokenizer import load as load_tokenizer
@@ -94,7 +94,7 @@ def validation_text(folder: Path | None) -> "np.ndarray | None":
 
 
 def known_tokens(source: str, tokenizer: "Tokenizer", most: int | None = None) -> "np.ndarray":
-    """The text in a vocabulary that may not know all of its characters; those are left out, and told."""
+    """Encode a text for a model that may not know all of its characters; a line says which are left out."""
     from attractor.data import read_text
     from attractor.tokenizer import describe
 

@@ -219,12 +219,10 @@ class OverlayList:
     """Name the overlays: their versions, sizes and patches."""
 
     def act(self, learner: "GuardedLearner") -> bool:
-        for name, told in learner.overlays().items():
-            patches = sum(told["patches"].values())
-            print(
-                f"{name:20s} version {told['version']} (kept: {told['kept']}), {told['bytes']:,} bytes, "
-                f"{patches} patches"
-            )
+        for name, overlay in learner.overlays().items():
+            version = f"version {overlay['version']} (kept: {overlay['kept']})"
+            patches = sum(overlay["patches"].values())
+            print(f"{name:20s} {version}, {overlay['bytes']:,} bytes, {patches} patches")
         if not learner.sources:
             print("no overlays: this is the base")
         return False

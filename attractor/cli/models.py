@@ -44,7 +44,7 @@ class Sample:
             top_p=self.top_p,
             seed=self.seed,
         )
-        first = next(pieces, "")  # a wrong option is told before the prompt is shown
+        first = next(pieces, "")  # a wrong option is refused before the prompt is shown
         print(self.prompt, first, sep="", end="", flush=True)
         for piece in pieces:
             print(piece, end="", flush=True)
@@ -88,7 +88,7 @@ def describe_machine() -> str:
     for backend in ops.BACKENDS:
         reason = ops.why_not(backend, device, torch.float32)
         if reason is not None:
-            reason = "no: " + reason.split(", and the input is on")[0]  # nobody gave one
+            reason = "no: " + reason.split(", and the input is on")[0]  # there is no input
         lines.append(f"  {backend:10s} {reason or 'yes'}")
     return "\n".join([*lines, f"  auto is {ops.choose_backend(device, torch.float32)}"])
 

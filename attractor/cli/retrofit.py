@@ -58,8 +58,8 @@ class RetrofitModel:
 
         device = distributed.parse_device(self.device)
         check_source(self.source)
-        adapter, told = self.out / "adapter", self.out / "summary.json"
-        for place in (adapter, told):
+        adapter, record = self.out / "adapter", self.out / "summary.json"
+        for place in (adapter, record):
             if place.exists():
                 raise ValueError(f"{place} is there already: choose another --out")
         if self.out.exists() and not self.out.is_dir():
@@ -90,7 +90,7 @@ class RetrofitModel:
 
         def keep() -> None:
             net.save_pretrained(adapter)
-            told.write_text(json.dumps(summary, indent=2) + "\n")  # the rest when it is known
+            record.write_text(json.dumps(summary, indent=2) + "\n")  # the rest when it is known
 
         with stop_on_signal() as stopped, progress_bar(self.steps, "retrofit") as report:
             done = teach(
@@ -110,7 +110,7 @@ class RetrofitModel:
             raise ValueError("the model cannot predict this text: no loss was finite, and nothing was kept")
         if done["diverged"]:
             print(f"step {done['steps']} diverged: try a --learning-rate below {self.learning_rate:g}")
-        told.write_text(json.dumps(summary | done, indent=2) + "\n")
+        record.write_text(json.dumps(summary | done, indent=2) + "\n")
         print(
             f"perplexity of the held-out text {math.exp(done['before']):.3f} -> {math.exp(done['best']):.3f} "
             f"(step {done['best_step']}); the layers are in {adapter}"

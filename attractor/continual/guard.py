@@ -195,7 +195,7 @@ class Resting:
     """When paths may rest, so that a window costs less than `pause` nats more.
 
     A path that rests could at best predict every token with certainty, so the odds that it is right are at
-    most its evidence, when it went to rest, over that of the others now. While somebody rests, the mixture of
+    most its evidence, when it went to rest, over that of the others now. While a path rests, the mixture of
     the others gets `floor` of the uniform distribution, so that no token is given less than floor / V. Then
     leaving out a path with odds o costs at most log(1 / (1 - floor) + o V / floor) nats on any token; a path
     rests only while o <= floor^2 / V, which makes that less than 3 floor. With floor = pause / (4 window) a
@@ -204,7 +204,7 @@ class Resting:
 
     def __init__(self, pause: float, window: int, vocabulary: int) -> None:
         self.floor = pause / (4 * window)
-        self.most_odds = -math.inf  # log; without a floor nobody rests
+        self.most_odds = -math.inf  # log; without a floor no path rests
         if self.floor:
             self.most_odds = 2 * math.log(self.floor) - math.log(vocabulary)
 
@@ -296,13 +296,13 @@ class GuardCache:
         for reader, old in zip(self.readers, before.readers, strict=True):
             reader.next = old.next
         self._count(tokens[:, -1:])
-        predictions = self._read_everybody(tokens)
+        predictions = self._read_paths(tokens)
         self.length, self.predicted = tokens.shape[1], self.predicted + 1
         return mixed(self.evidence[..., None], predictions)
 
     def _count(self, token: Tensor) -> None:
         """The evidence of one more token (B, 1)."""
-        if self.predicted % self.guard.window == 0:  # a new window: everybody counts again
+        if self.predicted % self.guard.window == 0:  # a new window: every path counts again
             self._wake()
         nothing = torch.zeros_like(self.evidence[0])
         gave = [
@@ -311,7 +311,7 @@ class GuardCache:
         ]
         self.evidence = self.guard.counted(self.evidence, torch.stack(gave), self.predicted)
 
-    def _read_everybody(self, tokens: Tensor) -> Tensor:
+    def _read_paths(self, tokens: Tensor) -> Tensor:
         """Predictions (M, B, n, V) of all paths, as one batch where they share memory."""
         self.passes += len(self.readers)
         if not self.together.worthwhile or tokens.numel() * len(self.readers) > MOST_TOKENS:
@@ -325,7 +325,7 @@ class GuardCache:
     def _read_all(self, tokens: Tensor) -> Tensor:
         """Several tokens at once, as in a prompt: every path reads them."""
         before = [reader.next for reader in self.readers if reader.next is not None]
-        predictions, targets = self._read_everybody(tokens), tokens[:, 1:]
+        predictions, targets = self._read_paths(tokens), tokens[:, 1:]
         gave = predictions[:, :, :-1]
         if before:  # they also predicted the first of these tokens
             gave, targets = torch.cat([torch.stack(before)[:, :, None], gave], 2), tokens
@@ -347,7 +347,7 @@ class GuardCache:
                     reader.read(token)
                     self.passes += 1
         else:
-            self._read_everybody(token)
+            self._read_paths(token)
         self.length, self.predicted = self.length + 1, self.predicted + 1
         if self.at_rest:
             odds = log_odds(self.evidence, self.rests, ~self.rests)

@@ -87,7 +87,7 @@ class GuardedLearner:
         self.base_hash = fingerprint(model)
         self.sources: dict[str, Source] = {}
         self.totals = Totals()
-        self.notes: dict[str, Any] = {}  # whoever feeds the stream may keep its own place here
+        self.notes: dict[str, Any] = {}  # the caller may keep its place in the stream here
         self.archive = None if archive is None else Archive(archive)
         self.usual = Surprise()  # what the base is used to, for texts without labels
         self.unclaimed: list[np.ndarray] = []  # pieces in a row that no path explains
@@ -105,7 +105,7 @@ class GuardedLearner:
 
         With source=None the text decides, piece by piece: the path that explains a piece learns it (the base
         learns nothing), and when none does for a while, a new overlay is opened for those pieces. What a path
-        explains is what it predicts no worse than it is used to; `calibrate` tells what the base is used to.
+        explains is what it predicts no worse than usual; `calibrate` measures what is usual for the base.
         """
         self._settled()
         tokens = self.tokens_in(text)
@@ -155,7 +155,7 @@ class GuardedLearner:
         return self.usual.mean
 
     def measure(self, held: Source) -> None:
-        """Get used to the last piece, as everything is now; nobody asks before the base is calibrated."""
+        """Measure how well the last piece is predicted now, once the base is calibrated."""
         if self.usual.tokens and len(held.recent) > 1:
             held.usual = domains.after_learning(self, held, held.recent)
 
@@ -237,7 +237,7 @@ class GuardedLearner:
         return seen
 
     def new_source(self, overlay: Overlay | None = None, tokens: int = 0) -> Source:
-        """A path that starts as the base, or as this overlay of so many tokens; nobody else knows it yet."""
+        """Make a path that starts as the base, or as this overlay of so many tokens."""
         branch = self._branch(self.base, self.base_hash)
         if overlay is not None:
             branch.apply(overlay)
@@ -321,8 +321,11 @@ class GuardedLearner:
             "allocations": totals.allocations,
         }
         values |= {f"held_back/{name}": count for name, count in totals.held_back.items()}
-        for name, told in self.overlays().items():
-            values |= {f"overlay/{name}/bytes": told["bytes"], f"overlay/{name}/version": told["version"]}
+        for name, described in self.overlays().items():
+            values |= {
+                f"overlay/{name}/bytes": described["bytes"],
+                f"overlay/{name}/version": described["version"],
+            }
         return values
 
     # --- overlays

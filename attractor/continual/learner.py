@@ -1,4 +1,4 @@
-"""OnlineLearner: a model that keeps learning from a stream, and tells what it did.
+"""OnlineLearner: a model that keeps learning from a stream, and reports what it did.
 
     learner = OnlineLearner.load("runs/tiny_apn")
     seen = learner.observe("Enter CELESTINE, with a letter.")
@@ -96,7 +96,7 @@ class OnlineLearner:
         self.gathered = Gathered()
         self.totals = Totals()
         self.source: str | None = None
-        self.notes: dict[str, Any] = {}  # whoever feeds the stream may keep its own place here
+        self.notes: dict[str, Any] = {}  # the caller may keep its place in the stream here
         self._undo: Undo | None = None  # of an attempt
 
     @property
@@ -109,7 +109,7 @@ class OnlineLearner:
 
     @property
     def learning_rate(self) -> float:
-        """Before `rate_horizon` makes it smaller. Whoever has a schedule sets it; it is not saved."""
+        """Before `rate_horizon` makes it smaller. A schedule may set it; it is not saved."""
         return self.update.learning_rate
 
     @learning_rate.setter
@@ -139,7 +139,7 @@ class OnlineLearner:
         """Score `text` as the stream's continuation, and learn from it once in `budget` tokens.
 
         Text of another `source` starts without the context of the one before, whose tokens are learned from
-        first. If something fails, the pieces before it stay learned: the exception's `observed` tells.
+        first. If something fails, the pieces before it stay learned: the exception's `observed` has them.
         """
         tokens = self._tokens(text)
         done = Observation(source=source)
@@ -187,7 +187,7 @@ class OnlineLearner:
     def attempt(self) -> Iterator[Undo]:
         """Whatever is learned inside stays only if nothing is raised; yields what was overwritten so far.
 
-        So several observations are one, and whoever judges or records them can still refuse them.
+        So several observations are one, and the caller can still refuse them by raising.
         """
         if self._undo is not None:
             raise ValueError("an attempt is going on already")
@@ -260,9 +260,9 @@ class OnlineLearner:
             admission = admit(self.config.gates, counted, losses, logits, confidence, self.totals.surprise)
             plain = losses.detach().double().masked_fill(~counted, 0)
             figures = [plain.sum(), plain.square().sum(), counted.sum(), admission.admitted.sum()]
-            # one transfer: each waits for the GPU, and for whoever else uses it
-            told = torch.stack([x.double() for x in [*figures, *admission.held_back.values()]]).tolist()
-            loss_sum, square_sum, scored, taught = told[0], told[1], int(told[2]), int(told[3])
+            # one transfer: each waits for the GPU
+            sums = torch.stack([x.double() for x in [*figures, *admission.held_back.values()]]).tolist()
+            loss_sum, square_sum, scored, taught = sums[0], sums[1], int(sums[2]), int(sums[3])
             if not math.isfinite(loss_sum):
                 raise NotFiniteUpdate("the loss of this text is not finite; nothing was changed")
             names = [(key, parameter) for key, _, parameter in self.update.parameters()]
@@ -289,7 +289,7 @@ class OnlineLearner:
             }
             gathered = dataclasses.replace(gathered, outlook=outlook)
         held_back = {
-            name: int(count) for name, count in zip(admission.held_back, told[4:], strict=True) if count
+            name: int(count) for name, count in zip(admission.held_back, sums[4:], strict=True) if count
         }
         seen = Observation(loss_sum=loss_sum, scored=scored, taught=taught, held_back=held_back)
         return gathered, seen, self.totals.surprise.after_sums(scored, loss_sum, square_sum)

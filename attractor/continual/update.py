@@ -63,7 +63,7 @@ class Part(NamedTuple):
 def all_or_nothing(undo: Undo | None = None) -> Iterator[Undo]:
     """Whatever is changed inside appends how to take it back; an exception takes everything back.
 
-    With an `undo` of somebody else the changes become part of theirs, who also takes them back.
+    With the `undo` of a larger change they become part of it, and are taken back with it.
     """
     if undo is not None:
         yield undo
@@ -233,7 +233,7 @@ class LocalUpdate:
         if not layers:
             raise ValueError("there are no APN layers to update")
         self.layers, self.config, self.others = dict(layers), config, dict(others or {})
-        self.learning_rate = config.learning_rate  # for whoever has a schedule
+        self.learning_rate = config.learning_rate  # a schedule may set it
         self.state: dict[str, Tensor] = {}  # flat, by layer, parameter and part: fit for safetensors
         for number, layer in self.layers.items():
             if not list(self.trained(number)):
@@ -297,10 +297,10 @@ class LocalUpdate:
             writes.append((part.parameter, None, precise(part.parameter) + change))
         if not all_finite([values for _, _, values in writes if values.is_floating_point()]):
             raise NotFiniteUpdate("a gradient or an update is not finite; nothing was changed")
-        told = torch.stack([length.to(self._device()) for length in lengths.values()])
+        largest = torch.stack([length.to(self._device()) for length in lengths.values()])
         with all_or_nothing(undo) as undo:
             write(writes, undo)
-        return dict(zip(lengths, told.tolist(), strict=True))
+        return dict(zip(lengths, largest.tolist(), strict=True))
 
     def _parts(self, number: Any, patches: Tensor) -> list[Part]:
         """What of a layer learns with these patches."""

@@ -29,7 +29,7 @@ class APNCallback(TrainerCallback):
     """`apn/LAYER/...` values join the trainer's log history and what callbacks after this one are given.
 
     With `allocation`, a layer whose router is far from what it reads, or hardly uses one of its patches, gets
-    that patch anew; `self.allocations` tells of each. The clock counts the tokens that are kept of each step.
+    that patch anew; `self.allocations` lists each. The clock counts the tokens that are kept of each step.
     """
 
     def __init__(self, warmup_steps: int = 0, allocation: AllocationConfig | None = None) -> None:
@@ -86,8 +86,8 @@ class APNCallback(TrainerCallback):
         values: dict[str, float] = {}
         for number, layer in model.apn_layers().items():
             if number in self.inputs:
-                told = monitor.summary(self._stats(layer, self.inputs[number]))
-                values |= {f"apn/{number}/{name}": told[name] for name in LOGGED}
+                summary = monitor.summary(self._stats(layer, self.inputs[number]))
+                values |= {f"apn/{number}/{name}": summary[name] for name in LOGGED}
             if self.allocator is not None:
                 own = [event for event in self.allocations if event.layer == number]
                 values[f"apn/{number}/allocations"] = len(own)

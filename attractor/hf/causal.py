@@ -25,7 +25,7 @@ IN_USE: Any = object()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CausalConfig(JSONConfig):
-    """What the tools ask a model's configuration for; `config_now` adds what tells one model from another."""
+    """The settings that the tools ask a model for; `config_now` adds what distinguishes one from another."""
 
     vocab_size: int
     context: int

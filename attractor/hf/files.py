@@ -179,8 +179,8 @@ def read(folder: str | Path, dim: int, backend: str) -> Saved:
                 for place, fields in configs.items()
             }
         with safe_open(folder / WEIGHTS, framework="pt") as file:
-            told = file.metadata() or {}
-            if (told.get("base"), told.get("digest")) != (base["weights"], digest):
+            metadata = file.metadata() or {}
+            if (metadata.get("base"), metadata.get("digest")) != (base["weights"], digest):
                 raise ValueError("its two files belong to different retrofits")
             tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 (no dict)
         _fill(layers, tensors)

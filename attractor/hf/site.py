@@ -64,7 +64,7 @@ class Site:
                 update = update + residual
             return update
         output = self.ffn(*arguments, **options)
-        if isinstance(output, tuple):  # a mixture of experts that tells its routing too
+        if isinstance(output, tuple):  # a mixture of experts that returns its routing too
             return self._sum(output[0], update), *output[1:]
         return self._sum(output, update)
 

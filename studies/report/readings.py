@@ -112,8 +112,8 @@ def bench_of(values: Mapping[str, Any]) -> Bench | None:
             for method, cell in cells.items()
         }
     stream = values["stream"]
-    told = {"rate": stream["rate"], "seeds": [stream]}
-    return Bench(found, {"order": stream["order"], "methods": {GUARDED: told}})
+    only = {"rate": stream["rate"], "seeds": [stream]}
+    return Bench(found, {"order": stream["order"], "methods": {GUARDED: only}})
 
 
 def provenance(values: Mapping[str, Any]) -> dict[str, str]:
@@ -124,16 +124,16 @@ def provenance(values: Mapping[str, Any]) -> dict[str, str]:
     machine = made.get("machine") or {}
     threads = f"CPU, {machine['cpu_threads']} threads" if machine else "unknown"
     devices = dict.fromkeys((part.get("machine") or {}).get("gpu") or threads for part in parts)
-    told = {"Size": str(values["size"])} if "size" in values else {}
-    told |= {
+    facts = {"Size": str(values["size"])} if "size" in values else {}
+    facts |= {
         "Seeds": _seeds(values),
         "Code": ", ".join(dict.fromkeys(map(_code, parts))),
         "Versions": "; ".join(dict.fromkeys(map(_versions, parts))),
         "Machine": ", ".join(devices),
     }
     if twice := values.get("pretrained_twice"):
-        told["Pretrained twice"] = ", ".join(twice)
-    return told
+        facts["Pretrained twice"] = ", ".join(twice)
+    return facts
 
 
 def _code(made: Mapping[str, Any]) -> str:

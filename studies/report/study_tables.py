@@ -13,7 +13,7 @@ from studies.table2 import verdict
 def shown(result: Result) -> str:
     """What a terminal shows: tables, and sentences about them."""
     bench = bench_of(result.values)
-    tables = [*TABLES[result.study](result), *(bench_tables.told(bench) if bench else ())]
+    tables = [*TABLES[result.study](result), *(bench_tables.in_terminal(bench) if bench else ())]
     sentences = verdict(result.values) if result.study == "table2" else []
     return "\n\n".join(filter(None, [*map(text, tables), "\n".join(sentences)]))
 

@@ -62,7 +62,7 @@ class Baseline:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step; whoever has a schedule sets it."""
+        """The learning rate of the next step; a schedule may set it."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     @learning_rate.setter
