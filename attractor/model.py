@@ -240,6 +240,24 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
+    """A decoder-only Transformer whose FFNs are dense, APN layers or mixtures of experts.
+
+    `config` is its shape, and `backend` how APN layers are computed: "auto" takes the fastest that runs.
+
+    >>> import torch
+    >>> from attractor import GPT, GPTConfig
+    >>> model = GPT(GPTConfig(vocab_size=65, context=16, num_layers=2, num_heads=2, dim=32, ffn="apn"))
+    >>> tokens = torch.zeros(1, 8, dtype=torch.int64)
+    >>> model(tokens).shape
+    torch.Size([1, 8, 65])
+    >>> logits, routing = model(tokens, return_stats=True)
+    >>> routing[0].indices.shape  # of block 0: four patches for each token
+    torch.Size([1, 8, 4])
+
+    A text longer than the context is a ValueError. `save_pretrained` writes a folder that
+    `GPT.from_pretrained` and `attractor.load` read.
+    """
+
     def __init__(self, config: GPTConfig, *, backend: str = "auto") -> None:
         super().__init__()
         self.config = config

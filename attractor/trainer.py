@@ -52,9 +52,28 @@ class NotFiniteLoss(RuntimeError):
 
 
 class Trainer(Loop):
-    """A loop over a dataset that logs, evaluates, saves and goes on where it stopped.
+    """Train a new model on a dataset: log, evaluate, save, and go on after a stop.
 
-    Its seconds are those of training alone, without evaluation and saving, over all resumptions.
+    `config` has the model and the settings of the run, `dataset` the text, and `run` is the folder for logs
+    and checkpoints. `device` is the GPU where there is one. `report` is called with every record of the log.
+
+    >>> import dataclasses, tempfile
+    >>> from pathlib import Path
+    >>> from attractor import Trainer, prepare, presets
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> _ = (folder / "my.txt").write_text("Once upon a time there was a router. " * 200)
+    >>> dataset = prepare(folder / "my.txt", folder / "data")
+    >>> config = presets.tiny_apn()
+    >>> model = dataclasses.replace(config.model, vocab_size=dataset.tokenizer.vocab_size)
+    >>> train = dataclasses.replace(config.train, max_steps=2, batch_size=2)
+    >>> config = dataclasses.replace(config, model=model, train=train)
+    >>> summary = Trainer(config, dataset, folder / "run", device="cpu").run()
+    >>> summary["step"], summary["interrupted"]
+    (2, False)
+
+    `resume` goes on from the last checkpoint. A vocabulary that does not fit the model and a batch that does
+    not fit the processes are a ValueError; a loss that is not finite is a NotFiniteLoss, and the last
+    checkpoint stays. Seconds in the summary are those of training alone, over all resumptions.
     """
 
     def __init__(

@@ -32,6 +32,21 @@ class Guard(nn.Module):
     every `window` tokens (default: the context, so with every sequence). With `switch_rate` each token moves
     this share of the weights back to the prior, for texts that change in the middle. `pause` lets paths rest
     while generating when they hardly count, at a cost of at most that many nats in a window.
+
+    >>> import torch
+    >>> from attractor import GPT, GPTConfig, Guard
+    >>> config = GPTConfig(vocab_size=65, context=16, num_layers=1, num_heads=1, dim=16)
+    >>> guard = Guard({"base": GPT(config), "other": GPT(config)}, prior=0.5)
+    >>> tokens = torch.zeros(1, 16, dtype=torch.int64)
+    >>> guard(tokens).shape  # log-probabilities
+    torch.Size([1, 16, 65])
+    >>> round(guard.bound(16), 4)  # nats that 16 tokens can cost more than with the base alone: log 2
+    0.6931
+    >>> guard.posterior(tokens).shape  # how much each path counts after each token
+    torch.Size([1, 16, 2])
+
+    The first path is called "base". Paths of other vocabularies or contexts, and settings outside their
+    range, are a ValueError.
     """
 
     def __init__(

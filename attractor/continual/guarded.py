@@ -68,6 +68,31 @@ class Source:
 
 
 class GuardedLearner:
+    """Learn from every source in an overlay of its own, and predict with the guarded mixture of all.
+
+    `model` is the base, which never changes; `tokenizer` is needed for texts given as strings. `config` says
+    how overlays learn and what the guard may cost. `archive` is a folder for overlays that have to make room
+    for new ones.
+
+    >>> from attractor import GPT, GPTConfig, GuardedLearner
+    >>> base = GPT(GPTConfig(vocab_size=256, context=16, num_layers=1, num_heads=1, dim=16, ffn="apn"))
+    >>> learner = GuardedLearner(base)
+    >>> text = list(b"Enter CELESTINE, with a letter. ")
+    >>> before = learner.perplexity(text)
+    >>> seen = learner.observe(text * 80, source="play")
+    >>> list(learner.overlays()), seen.updates
+    (['play'], 2)
+    >>> learner.perplexity(text) < before
+    True
+    >>> learner.forget("play")
+    "removed everything that 2,560 tokens of 'play' taught"
+    >>> learner.perplexity(text) == before
+    True
+
+    A model without APN layers, and a name that no overlay can have, are a ValueError. An update that would
+    not be finite is a NotFiniteUpdate, and changes nothing.
+    """
+
     def __init__(
         self,
         model: TrainableModel,
@@ -77,7 +102,6 @@ class GuardedLearner:
         archive: str | Path | None = None,
         precision: str = "auto",
     ) -> None:
-        """`archive` is where overlays go that have to make room for new ones."""
         if not model.apn_layers():
             raise ValueError("the model has no APN layers; there are no patches to lay over")
         self.base, self.tokenizer, self.config = model, tokenizer, config or GuardConfig()

@@ -63,7 +63,26 @@ TOKENS_PER_PASS = 16_384
 
 
 class OnlineLearner:
-    """Holds a model with APN layers and teaches it. Parameters that do not learn are frozen."""
+    """Let a model with APN layers keep learning from a stream of text, patch by patch.
+
+    `model` is changed in place; its parameters that do not learn are frozen. `tokenizer` is needed for texts
+    given as strings; token numbers do without. `config` says what learns and when. `others` are parameters
+    outside of APN layers that learn too, as a whole; they are not saved here.
+
+    >>> from attractor import GPT, GPTConfig, LearnConfig, OnlineLearner
+    >>> model = GPT(GPTConfig(vocab_size=256, context=16, num_layers=1, num_heads=1, dim=16, ffn="apn"))
+    >>> learner = OnlineLearner(model, config=LearnConfig(budget=32))
+    >>> text = list(b"Enter CELESTINE, with a letter. ")
+    >>> before = learner.perplexity(text)
+    >>> seen = learner.observe(text * 4)
+    >>> seen.tokens, seen.taught, seen.updates  # the first token is not predicted
+    (128, 127, 4)
+    >>> learner.perplexity(text) < before
+    True
+
+    A model without APN layers is a ValueError. An update that would not be finite is a NotFiniteUpdate, and
+    changes nothing.
+    """
 
     def __init__(
         self,
@@ -74,7 +93,6 @@ class OnlineLearner:
         others: Mapping[str, Tensor] | None = None,
         precision: str = "auto",
     ) -> None:
-        """`others` are parameters outside of APN layers that learn too: not local, and not saved here."""
         self.model, self.tokenizer, self.config = model, tokenizer, config or LearnConfig()
         check_config("config", self.config, LearnConfig, ": GuardConfig is for GuardedLearner")
         check_choice("precision", precision, get_args(PrecisionName))

@@ -26,7 +26,12 @@ LOGGED = ("usage_entropy", "dead_patches", "max_usage", "confidence_mean", "upda
 
 
 class APNCallback(TrainerCallback):
-    """`apn/LAYER/...` values join the trainer's log history and what callbacks after this one are given.
+    """Log how patches are used while a Hugging Face Trainer trains a retrofit, and warm its layers up.
+
+    `apn/LAYER/...` values join the trainer's log history and what callbacks after this one are given. Over
+    `warmup_steps` steps the scale of the layers goes from 0 to 1. It is given to the trainer:
+
+        Trainer(net, args, train_dataset=texts, callbacks=[APNCallback(warmup_steps=100)])
 
     With `allocation`, a layer whose router is far from what it reads, or hardly uses one of its patches, gets
     that patch anew; `self.allocations` lists each. The clock counts the tokens that are kept of each step.

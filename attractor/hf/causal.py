@@ -91,7 +91,21 @@ def _theirs() -> tuple[Any, Any]:
 
 
 class CausalLM(nn.Module):
-    """The model with one of its retrofits (default: the one in use), or with none.
+    """A retrofitted model as a language model of ours: for learners, the guard, evaluation and generation.
+
+    `name` is one of its retrofits (default: the one in use), or None for the base. `context` is the longest
+    sequence (default: the model's own).
+
+    >>> import torch
+    >>> from attractor import APNConfig, CausalLM, retrofit
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(
+    ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    ... )
+    >>> base = LlamaForCausalLM(config).eval()
+    >>> model = CausalLM(retrofit(base, APNConfig(num_patches=8, rank=4)), context=16)
+    >>> model(torch.tensor([[1, 2, 3]])).shape
+    torch.Size([1, 3, 64])
 
     Each call switches to that retrofit and back, so several of these may share a model, but not two threads.
     With gradient checkpointing, which calls the model again in backward, it must be the one in use.
