@@ -39,7 +39,7 @@ FOLDER = re.compile(r"(last|best)-(\d+)")
 
 
 def tensors_hash(tensors: Mapping[str, Tensor], about: str = "") -> str:
-    """Of every name, type, shape and byte, and of what is said `about` them."""
+    """Hash every name, type, shape and byte, and what is said `about` them."""
     digest = hashlib.sha256(about.encode())
     for name, value in sorted(tensors.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
@@ -98,7 +98,7 @@ def find_model(path: str | Path) -> Path:
 def load_model(
     path: str | Path, *, device: torch.device | str = "cpu", model: TrainableModel | None = None
 ) -> tuple[Path, TrainableModel, Tokenizer | None]:
-    """Where a run, a checkpoint or a saved model was found, the model, and its tokenizer if it has one.
+    """Load a run, a checkpoint or a saved model: its folder, the model, and its tokenizer if it has one.
 
     With a `model` none is read: only what was saved beside it, such as the state of a learner.
     """

@@ -52,7 +52,7 @@ logger = logging.getLogger("attractor")
 
 @dataclass(frozen=True)
 class TextSource:
-    """Where text comes from; `chunks()` reads it, from the start each time."""
+    """A source of text; `chunks()` reads it, from the start each time."""
 
     name: str
     origin: str

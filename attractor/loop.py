@@ -73,7 +73,7 @@ def descend(
 
 
 def evenly(steps: int, count: int) -> set[int]:
-    """Where to look: before the first step and `count` times from there to behind the last, evenly."""
+    """Return the steps to look at: before the first, and `count` times from there to behind the last."""
     return {round(number * steps / count) for number in range(count + 1)}
 
 

@@ -43,7 +43,7 @@ class KVCache:
         return views
 
     def positions(self, steps: int, device: torch.device) -> Tensor:
-        """Where in the text the next tokens are: (steps), or (batch, steps)."""
+        """Return the positions of the next tokens in the text: (steps), or (batch, steps)."""
         return torch.arange(self.length, self.length + steps, device=device)
 
     def mask(self, steps: int, device: torch.device) -> Tensor:
@@ -111,11 +111,11 @@ class RaggedCache(KVCache):
         return stored_keys[:rows, :, self.first : end], stored_values[:rows, :, self.first : end]
 
     def _zeros(self, like: Tensor) -> Tensor:
-        """Not just memory: what is masked counts 0 times, and 0 times NaN is NaN."""
+        """Allocate zeros and not just memory: what is masked counts 0 times, and 0 times NaN is NaN."""
         return like.new_zeros(self.slots, like.shape[1], self.columns, like.shape[3])
 
     def make_room(self, rows: int = 0, left: int = 0, right: int = 0) -> None:
-        """So that so many rows can be added, and columns on either side of what is there."""
+        """Make room for so many more rows, and for columns on either side of what is there."""
         needed = len(self.starts) + rows
         if needed > self.slots or self.first < left or self.end + right > self.columns:
             slots = self.slots if needed <= self.slots <= 4 * needed else needed + needed // 2
@@ -316,11 +316,11 @@ class GPT(nn.Module):
         return (logits, stats) if return_stats else logits
 
     def new_cache(self, batch: int, after: object = None) -> KVCache:
-        """For generating `batch` texts token by token; `after` is the full cache that it replaces."""
+        """Make a cache to generate `batch` texts token by token; `after` is the full one that it replaces."""
         return KVCache(self, batch)
 
     def new_row(self) -> RaggedCache:
-        """For a text that others may join: see `attractor.serve.decode.sequences`."""
+        """Make a cache for a text that others may join: see `attractor.serve.decode.sequences`."""
         return RaggedCache()
 
     @property

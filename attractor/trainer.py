@@ -326,7 +326,7 @@ class Trainer(Loop):
 
     @contextmanager
     def _loggers(self) -> Iterator[Callable[[dict[str, float]], None]]:
-        """metrics.jsonl always, TensorBoard where installed, and the caller's own report."""
+        """Yield loggers: metrics.jsonl always, TensorBoard where installed, and the caller's own report."""
         if not self.world.is_leader:
             yield lambda values: None
             return

@@ -192,7 +192,7 @@ def _kind(command: Any) -> Any:
 
 
 def _default(command: Any) -> dict[str, Any]:
-    """Of a ready-made command, itself: what is not typed stays as it is there."""
+    """Make a ready-made command the default: what is not typed stays as it is there."""
     return {} if isinstance(command, type | dict) else {"default": command}
 
 

@@ -23,7 +23,7 @@ INTERRUPTED = 75
 
 
 def otherwise(what: str, shown: str) -> Any:
-    """For an option whose default says nothing: what happens then, and what is shown in place of its type."""
+    """Describe an option whose default says nothing: what happens then, and the word for its value."""
 
     def hint(default: str) -> str:
         return f"(default: {what if default in ('None', '') else default})"
@@ -65,7 +65,7 @@ def dataset_of(config: RunConfig) -> "Dataset":
 
 
 def run_folder(model: str | Path) -> Path | None:
-    """Where the model of a run lies, if it is a run or a saved model of ours."""
+    """Return the folder of the model, if this is a run or a saved model of ours."""
     from attractor.checkpoint import find_model
     from attractor.front import adapter_folder
 

@@ -27,7 +27,7 @@ class DataPrepare:
     source: tyro.conf.Positional[str]
     """A name of `attractor data list`, a file, a folder or a quoted glob."""
     out: Annotated[Path | None, otherwise("data/NAME", "PATH")] = None
-    """Where to write."""
+    """The folder to write."""
     tokenizer: str = "char"
     """"char", "byte", "bpe", or the tokenizer.json of another dataset."""
     vocab_size: Annotated[int | None, otherwise("4096 for bpe, else as many as there are", "INT")] = None

@@ -28,7 +28,7 @@ class RetrofitModel:
     layers: str = "all"
     """All blocks, their numbers ("0,1,2"), or a pattern ("model.layers.[0-3].mlp")."""
     start: Literal["random", "kmeans"] = "kmeans"
-    """Where patches lie at first: anywhere, or among what the model's own FFNs see of the text."""
+    """The prototypes to start from: anywhere, or among what the model's own FFNs see of the text."""
     steps: int = 300
     batch_size: int = 8
     context: int = 256

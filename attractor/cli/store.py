@@ -17,11 +17,11 @@ class Keys:
     """Make a key for a server; it is shown once, and the file keeps only its hash."""
 
     file: tyro.conf.Positional[Path]
-    """Where the hashes of keys are; it is made if it is not there."""
+    """The file with the hashes of keys; it is made if it is not there."""
     scopes: tuple[Literal["generate", "learn", "monitor", "admin"], ...]
     """What the key is for: to ask, to teach, to watch, to take lessons back."""
     note: str = ""
-    """Whose key it is."""
+    """A name for the holder of the key."""
 
     def run(self) -> int:
         try:
@@ -43,7 +43,7 @@ class StoreCommand:
     data_dir: tyro.conf.Positional[Path]
     """The --store of a server."""
     to: Annotated[Path | None, otherwise("none, which a backup needs", "PATH")] = None
-    """For a backup: a new folder, which can be a --store itself."""
+    """The new folder of a backup; it can be a --store itself."""
 
     def run(self) -> int:
         from attractor.serve import store

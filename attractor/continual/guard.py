@@ -119,7 +119,7 @@ class Guard(nn.Module):
         return self.pause - least + switches * move + (tokens - 1 - switches) * stay
 
     def new_cache(self, batch: int, after: "GuardCache | None" = None) -> "GuardCache":
-        """`after` is a cache that is full; what it knows of the paths goes on to count."""
+        """Make a cache; what a full one, `after`, knows of the paths goes on to count."""
         return GuardCache(self, batch, after)
 
     def forward(self, tokens: Tensor, *, cache: "GuardCache | None" = None) -> Tensor:
@@ -131,12 +131,12 @@ class Guard(nn.Module):
 
     @torch.no_grad()
     def posterior(self, tokens: Tensor) -> Tensor:
-        """(B, T, M) the weight of each path for the prediction after each token."""
+        """Return the weight of each path for the prediction after each token: (B, T, M)."""
         weights = self._evidence(self._predictions(tokens), tokens).log_softmax(0)
         return weights.exp().permute(1, 2, 0)
 
     def _predictions(self, tokens: Tensor) -> Tensor:
-        """(M, B, T, V) of every path; small batches as one."""
+        """Predict (M, B, T, V) with every path; small batches as one."""
         if tokens.numel() * len(self.paths) <= MOST_TOKENS:
             together = Together(self.paths)
             if together.worthwhile:
@@ -144,12 +144,12 @@ class Guard(nn.Module):
         return torch.stack([log_probabilities(path(tokens)) for path in self.paths])
 
     def _evidence(self, predictions: Tensor, tokens: Tensor) -> Tensor:
-        """(M, B, T) for the prediction after each token of a text that begins here."""
+        """Return the evidence (M, B, T) for the prediction after each token of a text that begins here."""
         start = self.log_prior[:, None].expand(-1, len(tokens))
         return self.evidence_after(start, given(predictions[:, :, :-1], tokens[:, 1:]), 0)
 
     def evidence_after(self, evidence: Tensor, gave: Tensor, predicted: int) -> Tensor:
-        """(M, B, t + 1) the evidence before the first and after each of t tokens, which the paths `gave`
+        """Return the evidence before the first and after each of t tokens (M, B, t + 1); the paths `gave`
         (M, B, t) these log-probabilities. The window has so many predictions behind it.
         """
         if not self.switch_rate and predicted + gave.shape[2] < self.window:
@@ -160,7 +160,7 @@ class Guard(nn.Module):
         return torch.stack(found, -1)
 
     def counted(self, evidence: Tensor, gave: Tensor, predicted: int) -> Tensor:
-        """`counted` with the guard's own prior, window and switch rate, after so many predictions."""
+        """Count one token with the guard's own prior, window and switch rate, after so many predictions."""
         prior = self.log_prior[:, None]
         if predicted % self.window == 0:
             return prior.repeat(1, evidence.shape[1])
@@ -185,7 +185,7 @@ def counted(evidence: Tensor, gave: Tensor, log_prior: Tensor, switch_rate: floa
 
 
 def mixed(evidence: Tensor, predictions: Tensor) -> Tensor:
-    """log sum_m w_m p_m: evidence (M, B, T), predictions (M, B, T, V) -> (B, T, V)."""
+    """Mix predictions, log sum_m w_m p_m: evidence (M, B, T), predictions (M, B, T, V) -> (B, T, V)."""
     log_weights = evidence.log_softmax(0).to(predictions.dtype)
     return torch.logsumexp(log_weights[..., None] + predictions, 0)
 
@@ -201,13 +201,13 @@ def log_probabilities(logits: Tensor) -> Tensor:
 
 
 def given(predictions: Tensor, targets: Tensor) -> Tensor:
-    """(..., t) log-probabilities, in float64, that predictions (..., t, V) gave the targets (t), (B, t)."""
+    """Return what predictions (..., t, V) gave the targets (t), (B, t): log-probabilities, in float64."""
     index = targets.expand(predictions.shape[:-1])[..., None]
     return predictions.gather(-1, index)[..., 0].double()
 
 
 class Resting:
-    """When paths may rest, so that a window costs less than `pause` nats more.
+    """The rule by which paths may rest, so that a window costs less than `pause` nats more.
 
     A path that rests could at best predict every token with certainty, so the odds that it is right are at
     most its evidence, when it went to rest, over that of the others now. While a path rests, the mixture of
@@ -229,13 +229,13 @@ class Resting:
 
 
 def log_odds(evidence: Tensor, at_rest: Tensor, awake: Tensor) -> Tensor:
-    """(B) log of the evidence of the paths at rest over that of those awake; both are masks (M, B)."""
+    """Return the log of the evidence of paths at rest over that of those awake (B); both are masks (M, B)."""
     resting, reading = (evidence.masked_fill(~some, -math.inf).logsumexp(0) for some in (at_rest, awake))
     return resting - reading
 
 
 def is_quiet(evidence: Tensor, quiet: Tensor | float) -> Tensor:
-    """(M, B) the paths that count so little that they may rest."""
+    """Mark the paths that count so little that they may rest (M, B)."""
     return evidence.log_softmax(0) < quiet
 
 
@@ -258,7 +258,7 @@ class Reader:
         return self.next
 
     def gave(self, token: Tensor) -> Tensor:
-        """(B) the log-probability that the next token (B, 1) had."""
+        """Return the log-probability that the next token (B, 1) had: (B)."""
         return given(self.prediction(), token[:, 0])
 
     def read(self, tokens: Tensor) -> Tensor:

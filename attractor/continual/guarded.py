@@ -63,7 +63,7 @@ class Source:
 
     @property
     def tokens(self) -> int:
-        """That it has seen."""
+        """The tokens that it has seen."""
         return self.learner.totals.tokens
 
 
@@ -167,11 +167,11 @@ class GuardedLearner:
             raise ValueError("a consolidation waits: confirm or revert it first")
 
     def explained_by(self, text: Text) -> str | None:
-        """The path that a text belongs to, by `domains.owner`; None if no path explains it."""
+        """Return the path that a text belongs to, by `domains.owner`; None if no path explains it."""
         return domains.owner(self, self.tokens_in(text))
 
     def calibrate(self, text: Text) -> float:
-        """What the base is used to: its losses on a text of its own domain. Returns their mean."""
+        """Measure what is usual for the base: its losses on a text of its own domain. Returns their mean."""
         self.usual = Surprise().after(self.losses(self.base, self.tokens_in(text)))
         for held in self.sources.values():
             if not held.usual:
@@ -184,11 +184,11 @@ class GuardedLearner:
             held.usual = domains.after_learning(self, held, held.recent)
 
     def taken(self) -> set[str]:
-        """Names of overlays: that are here, in the archive, or part of the base."""
+        """Return the names of overlays that are here, in the archive, or part of the base."""
         return {*self.sources, *self.consolidated, *(self.archive.names() if self.archive else ())}
 
     def archived(self) -> Iterator[tuple[str, Source]]:
-        """What is in the archive alone, and can be read."""
+        """Yield the overlays that are in the archive alone, and can be read."""
         if self.archive is None:
             return
         for name in (name for name in self.archive.names() if name not in self.sources):
@@ -300,7 +300,7 @@ class GuardedLearner:
 
     @property
     def guard(self) -> Guard:
-        """The base and all overlays, as one model."""
+        """Return the base and all overlays as one model."""
         config = self.config
         paths = {BASE: self.base} | {name: held.branch.model for name, held in self.sources.items()}
         guard = Guard(
@@ -322,21 +322,21 @@ class GuardedLearner:
         return cast(Tokenizer, self.tokenizer).decode(tokens[0].tolist() + [int(token) for token in written])
 
     def posterior(self, text: Text) -> dict[str, float]:
-        """How much each path counts after the last tokens of a text, as many as the context holds."""
+        """Return how much each path counts after the last tokens of a text, as many as the context holds."""
         tokens = torch.from_numpy(self.tokens_in(text)[-self.base.config.context :])[None]
         guard = self.guard
         weights = guard.posterior(tokens.to(self.device))[0, -1]
         return dict(zip(guard.names, weights.tolist(), strict=True))
 
     def usage_entropy(self) -> float:
-        """Of the newest overlay's usage; of an even usage before there is one."""
+        """Return the entropy of the newest overlay's usage, and of an even usage before there is one."""
         if not self.sources:
             counts = [layer.num_patches for layer in self.base.apn_layers().values()]
             return sum(math.log(count) for count in counts) / len(counts)
         return list(self.sources.values())[-1].learner.usage_entropy()
 
     def monitor(self) -> dict[str, float]:
-        """Numbers for a log: counters, and the size of every overlay."""
+        """Return numbers for a log: counters, and the size of every overlay."""
         totals = self.totals
         values: dict[str, float] = {
             "tokens": totals.tokens,
@@ -355,7 +355,7 @@ class GuardedLearner:
     # --- overlays
 
     def overlays(self) -> dict[str, dict[str, Any]]:
-        """Name -> version, versions kept, bytes, patches by layer, tokens seen."""
+        """Describe the overlays by name: version, versions kept, bytes, patches by layer, tokens seen."""
         described = {}
         for name, held in self.sources.items():
             overlay = held.versions[held.version] if held.versions else held.branch.overlay()
@@ -376,7 +376,7 @@ class GuardedLearner:
             self.archive.remove(name)
 
     def rollback(self, name: str, version: int) -> None:
-        """Back to an earlier version of an overlay, to the bit; later ones are gone, and so are moments."""
+        """Go back to an earlier version of an overlay, to the bit; later ones and moments are gone."""
         self._settled()
         held = self.sources[self._known(name)]
         if version not in held.versions:
@@ -408,7 +408,7 @@ class GuardedLearner:
         return f"removed everything that {tokens:,} tokens of {source!r} taught"
 
     def export(self, name: str, folder: str | Path) -> None:
-        """An overlay in a folder of its own, with what still waited for an update."""
+        """Write an overlay to a folder of its own, with what still waited for an update."""
         self._flush(self._known(name))
         held = self.sources[name]
         notes = {
@@ -447,7 +447,7 @@ class GuardedLearner:
     # --- files
 
     def save(self, folder: str | Path) -> None:
-        """The base, and for every overlay its versions; loading gives the same predictions to the bit.
+        """Write the base, and for every overlay its versions; loading gives the same predictions to the bit.
 
         What came back from the archive is no longer there afterwards.
         """
@@ -472,7 +472,7 @@ class GuardedLearner:
         device: torch.device | str = "cpu",
         precision: str = "auto",
     ) -> Self:
-        """A saved learner with its overlays, or a run or a model to start from.
+        """Load a saved learner with its overlays, or a run or a model to start from.
 
         A learner over another base than a GPT is given that `model`: the very one, or it is refused.
         """
@@ -483,6 +483,6 @@ class GuardedLearner:
         return files.read(found, lambda saved: make(config or GuardConfig.from_dict(saved)))
 
     def tokens_in(self, text: Text) -> np.ndarray:
-        """Of a text, checked."""
+        """Return the tokens of a text, checked."""
         most = self.config.learn.max_observation
         return tokens_of(text, self.tokenizer, self.base.config.vocab_size, most)

@@ -127,7 +127,7 @@ class OnlineLearner:
 
     @property
     def learning_rate(self) -> float:
-        """Before `rate_horizon` makes it smaller. A schedule may set it; it is not saved."""
+        """The rate before `rate_horizon` makes it smaller. A schedule may set it; it is not saved."""
         return self.update.learning_rate
 
     @learning_rate.setter
@@ -136,7 +136,7 @@ class OnlineLearner:
         self.update.learning_rate = rate
 
     def usage_entropy(self) -> float:
-        """Of the moving average of usage, the mean over layers."""
+        """The entropy of the moving average of usage, in the mean over layers."""
         entropies = [monitor.usage_entropy(own.usage) for own in self.allocator.habits.values()]
         return sum(entropies) / len(entropies)
 
@@ -144,7 +144,7 @@ class OnlineLearner:
         return autocast(self.device, self.precision)
 
     def release(self) -> TrainableModel:
-        """The model, with every `requires_grad` as it was found and without our scale factor."""
+        """Return the model, with every `requires_grad` as it was found and without our scale factor."""
         for parameter, flag in self._found.items():
             parameter.requires_grad_(flag)
         for layer in self.layers.values():
@@ -203,7 +203,7 @@ class OnlineLearner:
 
     @contextmanager
     def attempt(self) -> Iterator[Undo]:
-        """Whatever is learned inside stays only if nothing is raised; yields what was overwritten so far.
+        """Keep what is learned inside only if nothing is raised; yields what was overwritten so far.
 
         So several observations are one, and the caller can still refuse them by raising.
         """
@@ -220,7 +220,7 @@ class OnlineLearner:
             self._undo = None
 
     def set_background(self, text: Text) -> None:
-        """What usual usage is, for `max_patches` and for recycling: the usage on this text."""
+        """Take the usage on this text for the usual one, for `max_patches` and for recycling."""
         habits = {}
         for number, indices in self._routing(self._tokens(text)).items():
             known = self.allocator.habits[number]
@@ -385,26 +385,27 @@ class OnlineLearner:
     # --- asking
 
     def predict(self, text: Text) -> Tensor:
-        """(V) probabilities of the next token after `text`."""
+        """Return the probabilities of the next token after `text`: (V)."""
         tokens = torch.from_numpy(self._tokens(text)[-self.model.config.context :])[None].to(self.device)
         with torch.no_grad(), self._autocast(), mode(self.model, training=False):
             logits = self.model(tokens)[0, -1]
         return logits.float().softmax(-1)
 
     def generate(self, prompt: str, **options: Any) -> str:
-        """The prompt and what the model makes of it; options as in `attractor.generate.generate`."""
+        """Return the prompt and what the model writes; options as in `attractor.generate.generate`."""
         tokens = torch.from_numpy(self._tokens(prompt))[None].to(self.device)
         written = tokens[0].tolist() + [int(token) for token in generate(self.model, tokens, **options)]
         return cast(Tokenizer, self.tokenizer).decode(written)
 
     def perplexity(self, text: Text) -> float:
+        """Return the perplexity of a text of two tokens or more; nothing is learned from it."""
         tokens = self._tokens(text)
         if len(tokens) < 2:
             raise ValueError("perplexity needs at least two tokens: the first is not predicted")
         return perplexity(evaluate(self.model, tokens, autocast=self._autocast))
 
     def monitor(self, text: Text | None = None, reference: Text | None = None) -> dict[str, float]:
-        """Numbers for a log: counters and usage so far; with `text` its routing; with both Omega(A, B)."""
+        """Return numbers for a log: counters and usage; with `text` its routing; with both Omega(A, B)."""
         totals = self.totals
         values: dict[str, float] = {
             "tokens": totals.tokens,
@@ -450,7 +451,7 @@ class OnlineLearner:
         device: torch.device | str = "cpu",
         precision: str = "auto",
     ) -> Self:
-        """A saved learner, as it was; or a run or a model, to start learning with `config`.
+        """Load a saved learner as it was; or a run or a model, to start learning with `config`.
 
         A learner of another model than a GPT is given that `model`, as it was when it was saved.
         """

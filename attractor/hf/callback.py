@@ -1,4 +1,4 @@
-"""For the Trainer of transformers: warm-up of gamma, patches for what is new, and routing health in the log.
+"""A callback for the Trainer of transformers: warm-up, patches for what is new, and usage in the log.
 
 Trainer(model=net, args=..., train_dataset=..., callbacks=[APNCallback(warmup_steps=100)])
 """
@@ -21,7 +21,7 @@ from attractor.layer import APN, PATCH_ROLES, ROLES, RoutingStats, warmup_factor
 from attractor.lm import mode
 
 TOKENS = 1024
-"""So many tokens of the last batch are kept, for the log and to see what is new."""
+"""The tokens of the last batch that are kept, for the log and to see what is new."""
 LOGGED = ("usage_entropy", "dead_patches", "max_usage", "confidence_mean", "update_ratio_mean")
 
 

@@ -166,11 +166,11 @@ class CausalLM(nn.Module):
         return (output.logits, stats) if return_stats else output.logits
 
     def new_cache(self, batch: int, after: object = None) -> Cache:
-        """For generating `batch` texts token by token; `after` is the full cache that it replaces."""
+        """Make a cache to generate `batch` texts token by token; `after` is the full one that it replaces."""
         return Cache()
 
     def new_row(self) -> RaggedRows:
-        """For a text that others may join: see `attractor.serve.decode.sequences`."""
+        """Make a cache for a text that others may join: see `attractor.serve.decode.sequences`."""
         return RaggedRows()
 
     def apn_layers(self) -> dict[int, APN]:
