@@ -11,12 +11,9 @@ from typing import Any
 import torch
 
 import attractor
-from attractor import APNConfig
-from attractor.continual.guard import Guard
+from attractor import APNConfig, CausalLM, Guard, load_pretrained
 from attractor.data import read_text
 from attractor.evaluate import evaluate
-from attractor.hf import CausalLM
-from attractor.hf.pretrained import load_pretrained
 from attractor.hf.teach import teach
 
 CONTEXT = 128
