@@ -119,7 +119,7 @@ class Adapt:
             out / "summary.json",
             {"experiment": "adapt", "config": learner.config.to_dict(), "seed": None, **summary},
         )
-        print(_told(summary))
+        print(_in_words(summary))
         if isinstance(learner, GuardedLearner):
             from attractor.cli.models import bound_of
 
@@ -402,7 +402,7 @@ def _check_different(names: tuple[str, ...]) -> None:
         raise ValueError(f"--data {' '.join(names)}: give one text or more, each once")
 
 
-def _told(summary: dict[str, Any]) -> str:
+def _in_words(summary: dict[str, Any]) -> str:
     import numpy as np
 
     lines = []
