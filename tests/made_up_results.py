@@ -1,4 +1,4 @@
-"""Results that nobody measured, for the pages that show them; and a page, read."""
+"""Results that were made up, for the pages that show them; and a page, read."""
 
 import json
 from contextlib import contextmanager, nullcontext

@@ -365,7 +365,7 @@ def test_short_texts_go_on_in_the_overlay_they_opened(home, budget):
     assert learner.totals.updates == 12 * 200 // budget
 
 
-def test_whoever_names_every_source_pays_nothing_for_texts_without_one(home, monkeypatch):
+def test_naming_every_source_costs_nothing_for_texts_without_one(home, monkeypatch):
     learner = GuardedLearner(copy.deepcopy(home), TOKENIZER, by_itself(home).config)
     with monkeypatch.context() as patched:
         patched.setattr(GuardedLearner, "losses", lambda *_: pytest.fail("nobody asked"))

@@ -84,7 +84,7 @@ def test_capitals_are_moved_in_half_of_the_countries_and_to_other_cities(world):
     assert all(world.known["capitals"][country] != city for country, city in world.moved.items())
 
 
-def test_what_is_told_holds_every_answer(world):
+def test_a_prompt_with_the_lesson_holds_every_answer(world):
     for items in (
         world.items(0, "question", 0, prompted=True),
         world.revised_items("sentence", 1, prompted=True),

@@ -488,7 +488,7 @@ def test_a_layer_that_takes_no_longer_than_a_dense_ffn_has_a_shape_that_was_time
         (lambda: APN(8, num_patches=4).set_scale_factor(-1), "factor=-1 must be a number, 0 or more"),
     ],
 )
-def test_mistakes_are_told_where_they_are_made(build, problem):
+def test_mistakes_are_explained_where_they_are_made(build, problem):
     with pytest.raises(ValueError, match=problem):
         build()
 

@@ -103,7 +103,7 @@ def test_the_command_teaches_and_saves(folder, text, tmp_path, capsys):
         (("--data", "no-such-file.txt"), "no corpus, file, folder or glob"),
     ],
 )
-def test_mistakes_are_told(folder, text, tmp_path, capsys, changes, message):
+def test_mistakes_are_explained(folder, text, tmp_path, capsys, changes, message):
     arguments = [
         "retrofit",
         str(folder),
@@ -210,7 +210,7 @@ def test_ctrl_c_keeps_what_is_best_so_far(folder, text, tmp_path, monkeypatch):
     attractor.load_retrofit(load_pretrained(folder)[0], tmp_path / "out" / "adapter")
 
 
-def test_whoever_is_killed_leaves_what_can_be_served(folder, text, tmp_path, monkeypatch):
+def test_a_killed_run_leaves_what_can_be_served(folder, text, tmp_path, monkeypatch):
     class Killed(Batches):
         def __next__(self):
             raise KeyboardInterrupt  # as by a second Ctrl-C

@@ -170,7 +170,7 @@ def test_mistakes_are_messages(run_folder, arguments, message, capsys):
     assert not (run_folder / "run-adapted").exists()
 
 
-def test_dense_models_are_told_apart(run_folder, capsys):
+def test_dense_models_are_refused(run_folder, capsys):
     from attractor.config import GPTConfig
 
     GPT(GPTConfig(vocab_size=5, context=8, num_layers=1, num_heads=1, dim=8)).save_pretrained("dense")

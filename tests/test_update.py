@@ -63,7 +63,7 @@ def test_untaught_patches_keep_their_bytes(variant, rule):
 
 
 @pytest.mark.parametrize("rule", ["sgd", "adamw"])
-def test_what_an_attempt_changed_is_told_by_what_it_overwrote(rule):
+def test_what_an_attempt_changed_is_known_by_what_it_overwrote(rule):
     """Several steps, a patch that is made anew, growth: the rows that were written, as they are now."""
     layer = build(num_patches=8, top_k=2)
     trained = (*EVERYTHING_BY_PATCH, "encoder")
