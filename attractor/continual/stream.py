@@ -94,12 +94,12 @@ def adapt(
                 raise
             offset, pieces = notes["offset"] + len(tokens), pieces + 1
             is_last = offset >= len(texts[name])
-            known = notes["losses"].get(name, {"first": seen.loss, "last": seen.loss})
+            losses = notes["losses"].get(name, {"first": seen.loss, "last": seen.loss})
             if 2 * len(tokens) >= every:
-                known = {**known, "last": seen.loss}
+                losses = {**losses, "last": seen.loss}
             notes = {
                 **notes,
-                "losses": {**notes["losses"], name: known},
+                "losses": {**notes["losses"], name: losses},
                 "text": notes["text"] + is_last,
                 "offset": 0 if is_last else offset,
             }

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from studies.report import bench_tables
 from studies.report.readings import FACT_METHODS, Result, bench_of
 from studies.report.tables import MISSING, Cell, Column, Table, name, number
+from studies.shifts import WAYS
 from studies.statistics import mean, transfer
 
 Results = Mapping[str, Result]
@@ -67,28 +68,36 @@ SHOWN = (
 """The methods of `shifts` that the first page shows; of unknown ones the first few."""
 
 
-def domains(results: Results) -> Table:
-    """The rise of the old text's perplexity, and the new text's, on the first two shifts of the means."""
-    bench = bench_of(results["shifts"].values)
+def _first_shifts(result: Result) -> tuple[str, dict[str, Mapping[str, Any]]]:
+    """The first pretraining text, and the first two of the shifts from it that have a part in means."""
+    bench = bench_of(result.values)
     assert bench is not None
     (source, shifts), *_ = bench.shifts.items()
     chosen = [shift for shift in shifts if shift not in bench_tables.OF_ANOTHER_KIND][:2]
+    return source, {shift: shifts[shift] for shift in chosen}
+
+
+def _risen(row: Mapping[str, Any], way: str) -> Cell:
+    return rise(row[way]["A"] / row["A_before"] - 1)
+
+
+def domains(results: Results) -> Table:
+    """The rise of the old text's perplexity, and the perplexity of the new text."""
+    source, shifts = _first_shifts(results["shifts"])
     columns = [Column("what learns", words=True)]
-    for shift in chosen:
-        columns += [Column(f"{source} after {shift}, {way}") for way in ("alone", "guarded")]
+    for shift in shifts:
+        columns += [Column(f"{source} after {shift}, {way}") for way in WAYS]
         columns.append(Column(f"perplexity of {shift}"))
-    known = list(shifts[chosen[0]])
+    first, *_ = shifts.values()
     lines = []
-    for method in [method for method in SHOWN if method in known] or known[: len(SHOWN)]:
+    for method in [method for method in SHOWN if method in first] or list(first)[: len(SHOWN)]:
         line = [name(method)]
-        for shift in chosen:
-            row = shifts[shift][method]
-            line += [rise(row[way]["A"] / row["A_before"] - 1) for way in ("alone", "guarded")]
-            line.append(number(row["alone"]["B"]))
+        for rows in shifts.values():
+            line += [_risen(rows[method], way) for way in WAYS]
+            line.append(number(rows[method]["alone"]["B"]))
         lines.append(line)
-    return Table(
-        f"Rise of the perplexity of {source}, and the perplexity of the text that was learned", columns, lines
-    )
+    caption = f"Rise of the perplexity of {source}, and the perplexity of the text that was learned"
+    return Table(caption, columns, lines)
 
 
 def streams(results: Results) -> Table:
@@ -123,7 +132,8 @@ def quality(results: Results) -> Table:
         for key in costs.values():
             known = row.get(key) and dense.get(key)
             line.append(number(row[key] / dense[key] if known else None, ".2f"))
-        lines.append([*line, *(number(behind(models, model), "+.3f") for models in datasets.values())])
+        behind = [_loss(models[model]) - _best_dense(models) for models in datasets.values()]
+        lines.append([*line, *(number(nats, "+.3f") for nats in behind)])
     return Table(f"Parameters and multiply-adds are those on {first}", columns, lines)
 
 
@@ -131,10 +141,9 @@ def _loss(row: Mapping[str, Any]) -> float:
     return math.inf if None in row["val_loss"] else mean(row["val_loss"])
 
 
-def behind(models: Mapping[str, Any], model: str) -> float | None:
-    """By how many nats a model is behind the best dense one."""
-    dense = [_loss(row) for other, row in models.items() if other.startswith("dense")]
-    return _loss(models[model]) - min(dense) if model in models and dense else None
+def _best_dense(models: Mapping[str, Any]) -> float:
+    losses = (_loss(row) for model, row in models.items() if model.startswith("dense"))
+    return min(losses, default=math.nan)
 
 
 RATIOS = {
@@ -165,93 +174,62 @@ def speed(results: Results) -> Table:
     return Table("Time and memory of one layer over those of a dense FFN of width 4 d", columns, lines)
 
 
+Loss = tuple[str, Cell, Cell, str]
+"""Where something else is better: what is compared, an APN's figure, the other figure, and whose it is."""
+
+
 def losses(results: Results) -> Table:
-    """Where something else is better: one line for each figure."""
     columns = [
         Column("where", words=True),
         Column("APN"),
         Column("beside it"),
         Column("which is", words=True),
     ]
-    lines = [line for study, found in LOSSES.items() if study in results for line in found(results[study])]
+    found = [loss for study, lost in LOSSES.items() if study in results for loss in lost(results[study])]
+    lines = [[name(where), ours, other, name(whose)] for where, ours, other, whose in found]
     return Table("Figures of an APN beside something that is better there", columns, lines)
 
 
-def _lost_facts(result: Result) -> list[list[Cell]]:
+def _lost_facts(result: Result) -> Iterator[Loss]:
     own = result.values["methods"]["basins"]
     cells = [cell for cell in result.values["cells"] if cell["settings"]["method"] == "basins"]
-    before = mean([cell["original"]["capitals"]["kept, question 0"] for cell in cells])
-    kept, never = own["other capitals, question"]["mean"], own["second sentence never taught"]["mean"]
-    return [
-        [
-            name("capitals of other countries, after 15 wrong ones were taught"),
-            percent(kept),
-            percent(before),
-            name("the base"),
-        ],
-        [
-            name("a form never taught (the second sentence)"),
-            percent(never),
-            percent(own["taught form"]["mean"]),
-            name("the taught form"),
-        ],
-    ]
+    before = percent(mean([cell["original"]["capitals"]["kept, question 0"] for cell in cells]))
+    kept = percent(own["other capitals, question"]["mean"])
+    yield "capitals of other countries, after 15 wrong ones were taught", kept, before, "the base"
+    taught, never = (percent(own[form]["mean"]) for form in ("taught form", "second sentence never taught"))
+    yield "a form never taught (the second sentence)", never, taught, "the taught form"
 
 
-def _lost_shifts(result: Result) -> list[list[Cell]]:
-    bench = bench_of(result.values)
-    assert bench is not None
-    lines = []
-    (source, shifts), *_ = bench.shifts.items()
-    for shift in [shift for shift in shifts if shift not in bench_tables.OF_ANOTHER_KIND][:2]:
-        row = shifts[shift]
-        if {"APN, paper rule", "MoE, FFN only"} <= set(row):
-            ours, experts = (
-                row[method]["alone"]["A"] / row[method]["A_before"] - 1
-                for method in ("APN, paper rule", "MoE, FFN only")
-            )
-            where = name(f"rise of {source}'s perplexity after {shift}, without a guard")
-            lines.append([where, rise(ours), rise(experts), name("a mixture of experts")])
-    ends = {
-        method: mean([transfer(seed["matrix"], bench.streams["order"])["final"] for seed in part["seeds"]])
-        for method, part in bench.streams["methods"].items()
-    }
-    ours, other = "APN, guarded, no labels", "dense, guarded, no labels"
-    if {ours, other} <= set(ends):
-        where = name("the stream without labels, nats per byte at the end")
-        lines.append(
-            [where, number(ends[ours]), number(ends[other]), name("copies of a dense model, guarded")]
-        )
-    return lines
+def _lost_shifts(result: Result) -> Iterator[Loss]:
+    source, shifts = _first_shifts(result)
+    for shift, rows in shifts.items():
+        if {"APN, paper rule", "MoE, FFN only"} <= set(rows):
+            ours, experts = (_risen(rows[method], "alone") for method in ("APN, paper rule", "MoE, FFN only"))
+            where = f"rise of {source}'s perplexity after {shift}, without a guard"
+            yield where, ours, experts, "a mixture of experts"
+    ends = {line[0].text: line[1] for line in streams({"shifts": result}).rows}
+    apn, dense = (ends.get(f"{model}, guarded, no labels") for model in ("APN", "dense"))
+    if apn and dense:
+        where = "the stream without labels, nats per byte at the end"
+        yield where, apn, dense, "copies of a dense model, guarded"
 
 
-def _lost_match(result: Result) -> list[list[Cell]]:
-    lines = []
+def _lost_match(result: Result) -> Iterator[Loss]:
     for dataset, models in result.values["datasets"].items():
-        dense = min((_loss(row) for other, row in models.items() if other.startswith("dense")), default=None)
         for model in ("APN, equal parameters", "APN, the paper's"):
-            if model in models and dense is not None and _loss(models[model]) > dense:
-                ours = number(_loss(models[model]))
-                lines.append(
-                    [name(f"{dataset}, nats: {model}"), ours, number(dense), name("the best dense model")]
-                )
-    return lines
+            if model in models and _loss(models[model]) > _best_dense(models):
+                ours, dense = number(_loss(models[model])), number(_best_dense(models))
+                yield f"{dataset}, nats: {model}", ours, dense, "the best dense model"
 
 
-def _lost_time(result: Result) -> list[list[Cell]]:
-    return [
-        [
-            name(f"time, forward + backward: {size}"),
-            number(ratio, ".2f"),
-            number(1.0, ".2f"),
-            name("a dense FFN"),
-        ]
-        for size, row in _layers(result)
-        if (ratio := row["forward_backward_over_dense"]) > 1
-    ]
+def _lost_time(result: Result) -> Iterator[Loss]:
+    for size, row in _layers(result):
+        if (ratio := row["forward_backward_over_dense"]) > 1:
+            ours, dense = number(ratio, ".2f"), number(1.0, ".2f")
+            yield f"time, forward + backward: {size}", ours, dense, "a dense FFN"
 
 
-LOSSES: dict[str, Callable[[Result], list[list[Cell]]]] = {
+LOSSES: dict[str, Callable[[Result], Iterator[Loss]]] = {
     "facts": _lost_facts,
     "shifts": _lost_shifts,
     "match": _lost_match,
