@@ -146,13 +146,12 @@ class Study:
         }
 
     def measure(
-        self, call: Call, chunks: int, before: dict[str, Any], *, prompted: bool = False
+        self, call: Call, chunks: int, before: dict[str, Any], *, told: bool = False
     ) -> dict[str, Any]:
         """All figures of a model after its lessons, beside the original's."""
         by_chunk = {
             f"{form} {n}": [
-                self.reader.recall(call, self.world.items(c, form, n, prompted=prompted))
-                for c in range(chunks)
+                self.reader.recall(call, self.world.items(c, form, n, told=told)) for c in range(chunks)
             ]
             for form, n in FORMS
         }
@@ -165,9 +164,7 @@ class Study:
             "rise": self.rises(call, before),
             "revised": {
                 **{
-                    f"{form} {n}": self.reader.recall(
-                        call, self.world.revised_items(form, n, prompted=prompted)
-                    )
+                    f"{form} {n}": self.reader.recall(call, self.world.revised_items(form, n, told=told))
                     for form, n in (("taught", 0), ("sentence", 0), ("question", 0))
                 },
                 "the old answer": self.reader.recall(call, self.world.revised_items("taught", 0, old=True)),
@@ -213,12 +210,10 @@ class Study:
             for prompt, answer in self.world.items(c, "taught", 0)
         ]
 
-    def capitals(self, call: Call, *, prompted: bool = False) -> dict[str, float]:
+    def capitals(self, call: Call, *, told: bool = False) -> dict[str, float]:
         asked = (("taught", 0), ("sentence", 0), ("question", 0))
         return {
-            f"{which}, {form} {n}": self.reader.recall(
-                call, self.world.capitals(which, form, n, prompted=prompted)
-            )
+            f"{which}, {form} {n}": self.reader.recall(call, self.world.capitals(which, form, n, told=told))
             for which in ("moved", "kept")
             for form, n in asked
         }
@@ -238,7 +233,7 @@ def run(given: argparse.Namespace) -> None:
     study = Study(given)
     before = study.original()
     started = time.perf_counter()
-    prompted = given.method == "retrieval"
+    told = given.method == "retrieval"
     learner = method(
         given.method,
         study.model,
@@ -277,7 +272,7 @@ def run(given: argparse.Namespace) -> None:
         "bytes per fact": learner.bytes() / taught,
         "facts per second": taught / sum(row["seconds"] for row in history),
         "passes to 95 %": [passes_to(row, 0.95) for row in history],
-        "after": study.measure(learner, chunks, before, prompted=prompted),
+        "after": study.measure(learner, chunks, before, told=told),
     }
     write_result(given.result, result)
     if isinstance(learner, Basins):
@@ -292,10 +287,10 @@ def run(given: argparse.Namespace) -> None:
         calls = {"base": study.untaught(learner), "new": learner}
         paths: Any = {name: GuardPath(call, vocabulary) for name, call in calls.items()}
         guard = Guard(paths).to(given.device)
-        result["behind the guard"] = study.measure(guard, chunks, before, prompted=prompted)
+        result["behind the guard"] = study.measure(guard, chunks, before, told=told)
     write_result(given.result, result)
     learn("capitals", study.world.moves())
-    result["capitals"] = study.capitals(learner, prompted=prompted) | {"rise": study.rises(learner, before)}
+    result["capitals"] = study.capitals(learner, told=told) | {"rise": study.rises(learner, before)}
     write_result(given.result, result)
     print(json.dumps({k: v for k, v in result["after"].items() if k != "by chunk"}, indent=1))
     print(f"{time.perf_counter() - begun:.0f} s in all")

@@ -1,7 +1,7 @@
 """The world of the study of facts: people, towns and companies that do not exist, and capitals that moved.
 
 `facts.json` and `facts_confirm.json` are grammars that the method was made with; `facts_third.json` was
-written by a person who knew neither the method nor its results. Each relation of a thing has three forms that
+written by somebody who knew neither the method nor its results. Each relation of a thing has three forms that
 are taught, and two sentences and two questions that never are.
 """
 
@@ -82,14 +82,14 @@ class World:
     def _answers(self, row: dict[str, Any]) -> list[str]:
         return self.words["answers"][row["answers"]]
 
-    def items(self, chunk: int, form: str, number: int = 0, *, prompted: bool = False) -> list[Item]:
+    def items(self, chunk: int, form: str, number: int = 0, *, told: bool = False) -> list[Item]:
         """One prompt for each fact of a chunk, as it is after the revisions.
 
-        With `prompted`, all facts about the thing stand before it, each in its first form.
+        With `told`, all facts about the thing stand before it, each in its first form.
         """
         return [
             (
-                (self._lesson(kind, name, facts) if prompted else "")
+                (self._told(kind, name, facts) if told else "")
                 + self.words[kind][relation][form][number].format(n=name),
                 f" {answer}",
             )
@@ -97,7 +97,7 @@ class World:
             for relation, answer in facts.items()
         ]
 
-    def _lesson(self, kind: str, name: str, facts: dict[str, str]) -> str:
+    def _told(self, kind: str, name: str, facts: dict[str, str]) -> str:
         said = (
             f"{self.words[kind][relation]['taught'][0].format(n=name)} {answer}."
             for relation, answer in facts.items()
@@ -127,26 +127,26 @@ class World:
         ]
 
     def revised_items(
-        self, form: str, number: int = 0, *, old: bool = False, prompted: bool = False
+        self, form: str, number: int = 0, *, old: bool = False, told: bool = False
     ) -> list[Item]:
-        """One prompt for each revised fact, and its present or its old answer; `prompted` as in `items`."""
+        """One prompt for each revised fact, and its present or its old answer; `told` as in `items`."""
         now = {name: facts for name, _, facts in self.chunks[1]}
         return [
             (
-                (self._lesson(kind, name, now[name]) if prompted else "")
+                (self._told(kind, name, now[name]) if told else "")
                 + self.words[kind][relation][form][number].format(n=name),
                 f" {was if old else now[name][relation]}",
             )
             for name, kind, relation, was in self.revised
         ]
 
-    def capitals(self, which: str, form: str, number: int = 0, *, prompted: bool = False) -> list[Item]:
-        """One prompt for each of the "moved" or the "kept" capitals; `prompted` says where those lie."""
+    def capitals(self, which: str, form: str, number: int = 0, *, told: bool = False) -> list[Item]:
+        """One prompt for each of the "moved" or the "kept" capitals; `told` says where the moved ones are."""
         found: dict[str, str] = getattr(self, which)
 
         def said(country: str) -> str:
             first = self.known["taught"][0].format(n=country)
-            return f"{first} {self.moved[country]}.\n" if prompted and country in self.moved else ""
+            return f"{first} {self.moved[country]}.\n" if told and country in self.moved else ""
 
         return [
             (said(country) + self.known[form][number].format(n=country), f" {city}")

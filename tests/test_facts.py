@@ -84,15 +84,15 @@ def test_capitals_are_moved_in_half_of_the_countries_and_to_other_cities(world):
     assert all(world.known["capitals"][country] != city for country, city in world.moved.items())
 
 
-def test_a_prompt_with_the_lesson_holds_every_answer(world):
+def test_what_is_told_holds_every_answer(world):
     for items in (
-        world.items(0, "question", 0, prompted=True),
-        world.revised_items("sentence", 1, prompted=True),
-        world.capitals("moved", "question", 1, prompted=True),
+        world.items(0, "question", 0, told=True),
+        world.revised_items("sentence", 1, told=True),
+        world.capitals("moved", "question", 1, told=True),
     ):
         for prompt, answer in items:
             assert f"{answer}." in prompt
-    assert world.capitals("kept", "taught", prompted=True) == world.capitals("kept", "taught")
+    assert world.capitals("kept", "taught", told=True) == world.capitals("kept", "taught")
 
 
 class TestMethods:

@@ -12,12 +12,13 @@ import numpy as np
 import tyro
 
 from attractor.cli.common import Device, known_tokens, otherwise, run_folder, validation_text
-from attractor.cli.store import EXTRA
 from attractor.continual.config import AlsoName, AttentionName, GuardConfig, LearnConfig, UpdateConfig
 from attractor.continual.guarded import GuardedLearner
 from attractor.serve.rules import Rules
 from attractor.serve.service import Limits, Service
 from attractor.serve.store import SyncName
+
+EXTRA = 'serving needs the extra "serve": pip install "attractor-patch-networks[serve]" ({})'
 
 
 @contextmanager

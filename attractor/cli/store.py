@@ -9,8 +9,6 @@ import tyro
 
 from attractor.cli.common import otherwise
 
-EXTRA = 'serving needs the extra "serve": pip install "attractor-patch-networks[serve]" ({})'
-
 
 @dataclass(kw_only=True)
 class Keys:
@@ -27,6 +25,8 @@ class Keys:
         try:
             from attractor.serve.http.auth import add_key
         except ImportError as error:
+            from attractor.cli.serve import EXTRA
+
             raise ValueError(EXTRA.format(error)) from error
         print(add_key(self.file, self.scopes, self.note))
         return 0
