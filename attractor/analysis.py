@@ -113,7 +113,7 @@ def _active_sets(layer: APN, tokens: Tensor) -> _ActiveSets:
 
 
 def _decoders(layer: APN, indices: Tensor) -> Tensor:
-    """(k, r, d) in float64, the shared base included."""
+    """Return the decoders (k, r, d) in float64, the shared base included."""
     if layer.decoder is not None:
         return layer.decoder[indices].double()
     assert layer.decoder_base is not None

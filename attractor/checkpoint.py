@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from attractor.distributed import World
-from attractor.files import recover_folder, remove_folder, write_folder
+from attractor.files import recover_folder, remove_folder, save_tensors, write_folder
 from attractor.lm import TrainableModel
 from attractor.model import GPT
 from attractor.tokenizer import Tokenizer, load
@@ -39,7 +39,7 @@ FOLDER = re.compile(r"(last|best)-(\d+)")
 
 
 def tensors_hash(tensors: Mapping[str, Tensor], about: str = "") -> str:
-    """Of every name, type, shape and byte, and of what is said `about` them."""
+    """Hash every name, type, shape and byte, and what is said `about` them."""
     digest = hashlib.sha256(about.encode())
     for name, value in sorted(tensors.items()):
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
@@ -98,7 +98,7 @@ def find_model(path: str | Path) -> Path:
 def load_model(
     path: str | Path, *, device: torch.device | str = "cpu", model: TrainableModel | None = None
 ) -> tuple[Path, TrainableModel, Tokenizer | None]:
-    """Where a run, a checkpoint or a saved model was found, the model, and its tokenizer if it has one.
+    """Load a run, a checkpoint or a saved model: its folder, the model, and its tokenizer if it has one.
 
     With a `model` none is read: only what was saved beside it, such as the state of a learner.
     """
@@ -157,10 +157,7 @@ def spread_state(
 
 
 def write_training(folder: Path, tensors: State, progress: dict[str, Any]) -> None:
-    try:
-        save_file(tensors, folder / "training.safetensors")
-    except SafetensorError as error:
-        raise OSError(f"cannot write {folder}: {error}") from error
+    save_tensors(tensors, folder / "training.safetensors")
     (folder / "training.json").write_text(json.dumps(progress, indent=2))
 
 

@@ -55,7 +55,7 @@ def token_losses(
     batch_size: int = 64,
     autocast: Callable[[], AbstractContextManager] = nullcontext,
 ) -> Tensor:
-    """(n - 1) the loss of each token but the first, in the windows of `evaluate`."""
+    """Return the loss of each token but the first (n - 1), in the windows of `evaluate`."""
     device, found = model.device, []
     with mode(model, training=False):
         for inputs, targets, _ in windows(tokens, model.config.context, batch_size):

@@ -8,7 +8,7 @@
 
     page = f'<img alt="three points" src="{data_uri(chart())}">'
 
-Nothing here touches pyplot: no backend is chosen for whoever imports this, and no figure stays open.
+Nothing here touches pyplot: no backend is chosen for the program that imports this, and no figure stays open.
 """
 
 import base64

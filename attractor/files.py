@@ -10,7 +10,10 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def write_file(path: Path, fill: Callable[[Path], object]) -> None:
@@ -28,6 +31,17 @@ def write_file(path: Path, fill: Callable[[Path], object]) -> None:
 
 def write_text(path: Path, text: str) -> None:
     write_file(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
+def save_tensors(tensors: "Mapping[str, Tensor]", path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write tensors as safetensors; a full disk is an OSError, as it is for any other file."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
+    except SafetensorError as error:
+        raise OSError(f"cannot write {path.name} in {path.parent}: {error}") from error
 
 
 def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
@@ -102,7 +116,7 @@ def finite(values: Any) -> Any:
 def read_jsonl(path: Path, counter: str, until: float = math.inf) -> list[dict[str, Any]]:
     """The records of a log whose `counter` is a whole number, `until` at most; none where there is no file.
 
-    So without lines that a kill cut short or that somebody else wrote, and where a run goes on from a
+    So without lines that a kill cut short or that another program wrote, and where a run goes on from a
     checkpoint, without the future that did not happen.
     """
     records = []

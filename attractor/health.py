@@ -26,7 +26,7 @@ COLUMNS = {
 
 
 def measure(model: TrainableModel, texts: dict[str, np.ndarray]) -> dict[str, Any]:
-    """For every text and APN layer the paper's metrics; for two texts also how much patches they share."""
+    """Measure the paper's metrics for every text and layer; for two texts also which patches they share."""
     if not model.apn_layers():
         raise ValueError("the model has no APN layers: there is no routing to look at")
     found = {name: routing(model, tokens) for name, tokens in texts.items()}
@@ -88,7 +88,7 @@ def _short(number: float) -> str:
 
 def plot(values: dict[str, Any], path: Path) -> None:
     """Usage of each layer's patches, busiest first, and how many patches two tokens share."""
-    from attractor.figures import new_figure  # matplotlib is not for everybody
+    from attractor.figures import new_figure  # matplotlib is an extra
 
     texts = values["texts"]
     layers = list(next(iter(texts.values())))

@@ -41,11 +41,11 @@ class LanguageModel(Protocol):
     def config(self) -> Sizes: ...
     @property
     def device(self) -> torch.device:
-        """Where the tokens have to be."""
+        """The device on which tokens are expected."""
 
     def __call__(self, tokens: Tensor, *, cache: Any = None) -> Tensor: ...
     def new_cache(self, batch: int, after: Any = None) -> Cache:
-        """For reading `batch` texts piece by piece; `after` is the full cache that it replaces."""
+        """Make a cache to read `batch` texts piece by piece; `after` is the full cache that it replaces."""
 
     def modules(self) -> Iterator[nn.Module]: ...
     def train(self, mode: bool = True) -> Any: ...
@@ -72,7 +72,7 @@ class TrainableModel(LanguageModel, Protocol):
         """An empty `attractor.model.RaggedCache`, for a text that is read together with others."""
 
     def config_now(self) -> JSONConfig:
-        """All that tells this model from another, with the patches that its layers have by now."""
+        """All that distinguishes this model from another, with the patches that its layers have by now."""
 
     def save_pretrained(self, folder: str | Path) -> None: ...
     def parameters(self) -> Iterator[nn.Parameter]: ...
@@ -85,7 +85,7 @@ class TrainableModel(LanguageModel, Protocol):
 
 @contextmanager
 def mode(module: nn.Module | LanguageModel, *, training: bool) -> Iterator[None]:
-    """`module.train(training)` for a while; then every part has its own mode again."""
+    """Call `module.train(training)` for a while; then every part has its own mode again."""
     before = [(part, part.training) for part in module.modules()]
     module.train(training)
     try:

@@ -42,7 +42,7 @@ class Loop:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Count these seconds too: a GPU is at work after `take`, until somebody asks for the loss."""
+        """Count these seconds too: a GPU is at work after `take`, until the loss is read."""
         started = time.perf_counter()
         try:
             yield
@@ -73,7 +73,7 @@ def descend(
 
 
 def evenly(steps: int, count: int) -> set[int]:
-    """Where to look: before the first step and `count` times from there to behind the last, evenly."""
+    """Return the steps to look at: before the first, and `count` times from there to behind the last."""
     return {round(number * steps / count) for number in range(count + 1)}
 
 

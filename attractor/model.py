@@ -9,18 +9,19 @@ h' = h + Attention(Norm(h));  y = h' + FFN(Norm(h')).
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Self, cast, overload
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attractor.config import APNConfig, GPTConfig, MoEConfig
-from attractor.files import write_file, write_text
+from attractor.files import save_tensors, write_file, write_text
 from attractor.layer import APN, RoutingStats
 from attractor.moe import MoE, Switch
 
@@ -42,7 +43,7 @@ class KVCache:
         return views
 
     def positions(self, steps: int, device: torch.device) -> Tensor:
-        """Where in the text the next tokens are: (steps), or (batch, steps)."""
+        """Return the positions of the next tokens in the text: (steps), or (batch, steps)."""
         return torch.arange(self.length, self.length + steps, device=device)
 
     def mask(self, steps: int, device: torch.device) -> Tensor:
@@ -80,9 +81,6 @@ class RaggedCache(KVCache):
     def end(self) -> int:
         return self.first + self.length
 
-    def length_of(self, row: int) -> int:
-        return self.end - self.starts[row]
-
     @property
     def is_even(self) -> bool:
         return self.first == max(self.starts, default=0)
@@ -113,11 +111,11 @@ class RaggedCache(KVCache):
         return stored_keys[:rows, :, self.first : end], stored_values[:rows, :, self.first : end]
 
     def _zeros(self, like: Tensor) -> Tensor:
-        """Not just memory: what is masked counts 0 times, and 0 times NaN is NaN."""
+        """Allocate zeros and not just memory: what is masked counts 0 times, and 0 times NaN is NaN."""
         return like.new_zeros(self.slots, like.shape[1], self.columns, like.shape[3])
 
     def make_room(self, rows: int = 0, left: int = 0, right: int = 0) -> None:
-        """So that so many rows can be added, and columns on either side of what is there."""
+        """Make room for so many more rows, and for columns on either side of what is there."""
         needed = len(self.starts) + rows
         if needed > self.slots or self.first < left or self.end + right > self.columns:
             slots = self.slots if needed <= self.slots <= 4 * needed else needed + needed // 2
@@ -139,7 +137,7 @@ class RaggedCache(KVCache):
         row, start, end = len(self.starts), self.end - length, self.end
         for ours, theirs in zip(self.layers, other.layers, strict=True):
             for mine, new in zip(ours, theirs, strict=True):
-                mine[row, :, :start] = 0  # whoever was here before may have left NaN
+                mine[row, :, :start] = 0  # the text that was here before may have left NaN
                 mine[row, :, start:end] = new[0, :, other.first : other.end]
         self._place([*self.starts, start])
         self.length = end - self.first
@@ -242,6 +240,24 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
+    """A decoder-only Transformer whose FFNs are dense, APN layers or mixtures of experts.
+
+    `config` is its shape, and `backend` how APN layers are computed: "auto" takes the fastest that runs.
+
+    >>> import torch
+    >>> from attractor import GPT, GPTConfig
+    >>> model = GPT(GPTConfig(vocab_size=65, context=16, num_layers=2, num_heads=2, dim=32, ffn="apn"))
+    >>> tokens = torch.zeros(1, 8, dtype=torch.int64)
+    >>> model(tokens).shape
+    torch.Size([1, 8, 65])
+    >>> logits, routing = model(tokens, return_stats=True)
+    >>> routing[0].indices.shape  # of block 0: four patches for each token
+    torch.Size([1, 8, 4])
+
+    A text longer than the context is a ValueError. `save_pretrained` writes a folder that
+    `GPT.from_pretrained` and `attractor.load` read.
+    """
+
     def __init__(self, config: GPTConfig, *, backend: str = "auto") -> None:
         super().__init__()
         self.config = config
@@ -300,11 +316,11 @@ class GPT(nn.Module):
         return (logits, stats) if return_stats else logits
 
     def new_cache(self, batch: int, after: object = None) -> KVCache:
-        """For generating `batch` texts token by token; `after` is the full cache that it replaces."""
+        """Make a cache to generate `batch` texts token by token; `after` is the full one that it replaces."""
         return KVCache(self, batch)
 
     def new_row(self) -> RaggedCache:
-        """For a text that others may join: see `attractor.serve.decode.sequences`."""
+        """Make a cache for a text that others may join: see `attractor.serve.decode.sequences`."""
         return RaggedCache()
 
     @property
@@ -312,7 +328,7 @@ class GPT(nn.Module):
         return self.embedding.weight.device
 
     def apn_layers(self) -> dict[int, APN]:
-        """Layer number -> APN layer, for whoever freezes, monitors or adapts them."""
+        """Return the APN layers by the number of their block, to freeze, monitor or adapt them."""
         return {i: block.ffn for i, block in enumerate(self.blocks) if isinstance(block.ffn, APN)}
 
     def num_parameters(self) -> int:
@@ -325,11 +341,7 @@ class GPT(nn.Module):
         `state` takes the place of our own tensors where they are spread over processes.
         """
         state = self.state_dict() if state is None else state
-        tensors = {name: value.contiguous() for name, value in state.items()}
-        try:
-            write_file(Path(folder) / "model.safetensors", lambda partial: save_file(tensors, partial))
-        except SafetensorError as error:
-            raise OSError(f"cannot write {folder}: {error}") from error
+        write_file(Path(folder) / "model.safetensors", functools.partial(save_tensors, state))
         write_text(Path(folder) / "config.json", self.config_now().to_json())
 
     def config_now(self) -> GPTConfig:

@@ -116,7 +116,7 @@ class MoE(nn.Module):
         return _squared_variation(gates.sum(0)) + _squared_variation(self._load(routed))
 
     def _load(self, routed: Routed) -> Tensor:
-        """(E) tokens per expert, smoothed by the noise (appendix A), or counted where there is none.
+        """Return the tokens per expert (E), smoothed by the noise (appendix A), or counted without noise.
 
         P(x, i) is the probability that expert i is kept when its own noise is drawn again: it has to beat the
         k-th largest of the other scores. A count has no gradient.
@@ -134,7 +134,7 @@ class MoE(nn.Module):
         return _mean_entropy(routed.weights)
 
     def _mix(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        """sum_k weight * expert(token): tokens sorted by expert, through the experts, and back."""
+        """Return sum_k weight * expert(token): tokens sorted by expert, through the experts, and back."""
         top_k = indices.shape[1]
         if _is_autocast(tokens.device.type) and tokens.dtype != torch.float64:
             # as autocast would before the product, and grouped_mm has no autocast; here it halves the copies
@@ -232,7 +232,7 @@ def _is_autocast(device_type: str) -> bool:
 
 
 def _members(indices: Tensor, num_experts: int) -> Tensor:
-    """(n, E) whether a token chose an expert."""
+    """Mark which token chose which expert (n, E)."""
     experts = torch.arange(num_experts, device=indices.device)
     return (indices.unsqueeze(-1) == experts).any(1)
 

@@ -18,7 +18,7 @@ EPSILON = 1e-12
 
 
 def _active_sets(indices: Tensor) -> Tensor:
-    """(n, k) without the tokens that were not routed."""
+    """Return active sets (n, k) without the tokens that were not routed."""
     flat = indices.reshape(-1, indices.shape[-1])
     return flat[flat[:, 0] >= 0]
 
@@ -30,7 +30,7 @@ def _counts(active: Tensor, num_patches: int) -> Tensor:
 
 
 def usage(indices: Tensor, num_patches: int) -> Tensor:
-    """q (K): the share of all selections that went to each patch. Sums to 1; zeros when nothing was routed.
+    """Return q (K), each patch's share of all selections. It sums to 1; zeros when nothing was routed.
 
     The paper's "frequency that patch i appears in the active set" is top_k times this.
     """
@@ -60,7 +60,7 @@ def mean_overlap(indices: Tensor, num_patches: int) -> float:
 
 
 def overlap_histogram(indices: Tensor, num_patches: int, *, max_tokens: int = 2048) -> Tensor:
-    """(k + 1): the share of pairs of different tokens whose active sets share 0, 1, ..., k patches.
+    """Return the share of pairs of different tokens whose active sets share 0, 1, ..., k patches: (k + 1).
 
     The pairs are quadratic in the tokens, so more than `max_tokens` are thinned evenly.
     """

@@ -16,12 +16,12 @@ from attractor.files import finite, write_text
 from attractor.version import __version__
 
 LIST_OF_NUMBERS = re.compile(r"\[\n[^][{}\"]*\]")
-"""In indented JSON; a line break never stands inside of a string."""
+"""A list in indented JSON; a line break never stands inside of a string."""
 
 
 def provenance() -> dict[str, Any]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    given = os.environ.get("ATTRACTOR_COMMIT")  # by who runs a copy of the code without its history
+    given = os.environ.get("ATTRACTOR_COMMIT")  # where a copy of the code has no history
     return {
         "commit": given or _git("rev-parse", "HEAD") or "unknown",
         "uncommitted_changes": None if given else bool(_git("status", "--porcelain", "--untracked-files=no")),

@@ -368,7 +368,7 @@ def _spoken(speaker: str, lines: Sequence[str]) -> str:
 
 
 def write(size: int = 200_000, seed: int = 0) -> str:
-    """At most `size` characters of dialogue, ending with a whole speech; the same for ever for a seed.
+    """Write at most `size` characters of dialogue, whole speeches alone; a seed always gives the same.
 
     A shorter text is the beginning of a longer one.
     """

@@ -328,7 +328,7 @@ def load(path: str | os.PathLike[str]) -> Tokenizer:
 
 
 def describe(dropped: Counter[str], limit: int = 8) -> str:
-    """How many characters were left out, and the most frequent of them, for messages."""
+    """Say how many characters were left out, and the most frequent of them, for messages."""
     shown = ", ".join(f"{character!a} x {count}" for character, count in dropped.most_common(limit))
     more = f" and {len(dropped) - limit} more kinds" if len(dropped) > limit else ""
     return f"{dropped.total()} ({shown}{more})"

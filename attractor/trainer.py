@@ -52,9 +52,28 @@ class NotFiniteLoss(RuntimeError):
 
 
 class Trainer(Loop):
-    """A loop over a dataset that logs, evaluates, saves and goes on where it stopped.
+    """Train a new model on a dataset: log, evaluate, save, and go on after a stop.
 
-    Its seconds are those of training alone, without evaluation and saving, over all resumptions.
+    `config` has the model and the settings of the run, `dataset` the text, and `run` is the folder for logs
+    and checkpoints. `device` is the GPU where there is one. `report` is called with every record of the log.
+
+    >>> import dataclasses, tempfile
+    >>> from pathlib import Path
+    >>> from attractor import Trainer, prepare, presets
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> _ = (folder / "my.txt").write_text("Once upon a time there was a router. " * 200)
+    >>> dataset = prepare(folder / "my.txt", folder / "data")
+    >>> config = presets.tiny_apn()
+    >>> model = dataclasses.replace(config.model, vocab_size=dataset.tokenizer.vocab_size)
+    >>> train = dataclasses.replace(config.train, max_steps=2, batch_size=2)
+    >>> config = dataclasses.replace(config, model=model, train=train)
+    >>> summary = Trainer(config, dataset, folder / "run", device="cpu").run()
+    >>> summary["step"], summary["interrupted"]
+    (2, False)
+
+    `resume` goes on from the last checkpoint. A vocabulary that does not fit the model and a batch that does
+    not fit the processes are a ValueError; a loss that is not finite is a NotFiniteLoss, and the last
+    checkpoint stays. Seconds in the summary are those of training alone, over all resumptions.
     """
 
     def __init__(
@@ -190,7 +209,7 @@ class Trainer(Loop):
 
         def fill(folder: Path) -> None:
             self.model.save_pretrained(folder, state=state)
-            # whoever reads it has the model as it is now: nobody will set the factor of the warm-up again
+            # a reader gets the model as it is now: the factor of the warm-up is not set again
             (folder / "config.json").write_text(self._with_scale().to_json())
             self.dataset.tokenizer.save(folder / "tokenizer.json")
             (folder / "run.json").write_text(self.config.to_json())
@@ -293,7 +312,7 @@ class Trainer(Loop):
         return values
 
     def _finite_loss(self) -> float:
-        """The loss of the last step in all processes; whoever asks waits until it is known."""
+        """The loss of the last step in all processes; reading it waits until it is known."""
         with self.timed():
             value = float(self.world.mean(self.loss))
         if not math.isfinite(value):
@@ -307,7 +326,7 @@ class Trainer(Loop):
 
     @contextmanager
     def _loggers(self) -> Iterator[Callable[[dict[str, float]], None]]:
-        """metrics.jsonl always, TensorBoard where installed, and the caller's own report."""
+        """Yield loggers: metrics.jsonl always, TensorBoard where installed, and the caller's own report."""
         if not self.world.is_leader:
             yield lambda values: None
             return
@@ -385,7 +404,7 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
 
     try:
         previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not the main thread: nobody sends us signals
+    except ValueError:  # not the main thread, which alone gets signals
         previous = {}
     try:
         yield lambda: bool(seen)

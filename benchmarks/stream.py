@@ -29,27 +29,41 @@ def resident_megabytes() -> float:
     return pages * resource.getpagesize() / 2**20
 
 
+LEARN = LearnConfig(
+    budget=8192,
+    gates=GateConfig(max_surprise=4.0, min_entropy=0.01),
+    allocation=AllocationConfig(mode="replace", novelty=8.0, cooldown=200_000),
+)
+"""Two of the gates, and patches that are replaced."""
+
+
 def memory_of_a_stream(tokens: int, pieces: int) -> list[dict[str, float]]:
-    """A tiny model, every gate, and replacement of patches: all the state a learner can have."""
+    """Let a tiny model learn from a source that drifts, and watch the memory of the process."""
     shape = GPTConfig(
-        vocab_size=64, context=64, num_layers=2, num_heads=2, dim=32, ffn="apn",
+        vocab_size=64,
+        context=64,
+        num_layers=2,
+        num_heads=2,
+        dim=32,
+        ffn="apn",
         apn=APNConfig(num_patches=32, top_k=2, rank=8),
-    )  # fmt: skip
+    )
     torch.manual_seed(0)
-    config = LearnConfig(
-        budget=8192, gates=GateConfig(max_surprise=4.0, min_entropy=0.01),
-        allocation=AllocationConfig(mode="replace", novelty=8.0, cooldown=200_000),
-    )  # fmt: skip
-    learner = OnlineLearner(GPT(shape), config=config)
+    learner = OnlineLearner(GPT(shape), config=LEARN)
     random, records, started = np.random.default_rng(0), [], time.perf_counter()
     for piece in range(pieces):
         words = random.integers(0, 64, (512, 8))  # a source that drifts
         stream = words[random.integers(0, 512, tokens // pieces // 8)].ravel()
         seen = learner.observe(stream, source=f"source {piece % 5}")
         records.append(
-            {"tokens": learner.totals.tokens, "resident_megabytes": resident_megabytes(), "loss": seen.loss,
-             "seconds": time.perf_counter() - started, "allocations": learner.totals.allocations}
-        )  # fmt: skip
+            {
+                "tokens": learner.totals.tokens,
+                "resident_megabytes": resident_megabytes(),
+                "loss": seen.loss,
+                "seconds": time.perf_counter() - started,
+                "allocations": learner.totals.allocations,
+            }
+        )
         print(json.dumps(records[-1]), flush=True)
     return records
 
@@ -94,10 +108,16 @@ def main() -> None:
     settled = [record["resident_megabytes"] for record in records[len(records) // 10 :]]
     write_result(
         options.result,
-        {"experiment": "stream", "seed": 0, "config": {k: str(v) for k, v in vars(options).items()},
-         "cost": cost, "memory_growth_megabytes": settled[-1] - settled[0],
-         "learn": dataclasses.asdict(LearnConfig()), "records": records},
-    )  # fmt: skip
+        {
+            "experiment": "stream",
+            "seed": 0,
+            "config": {k: str(v) for k, v in vars(options).items()},
+            "cost": cost,
+            "memory_growth_megabytes": settled[-1] - settled[0],
+            "learn": dataclasses.asdict(LEARN),
+            "records": records,
+        },
+    )
 
 
 if __name__ == "__main__":

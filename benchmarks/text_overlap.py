@@ -40,10 +40,16 @@ def main(result: str, *given: str) -> None:
         known = set(sequences(domain(plan, folder, name).train))
         shares[name] = sum(sequence in known for sequence in test) / len(test)
         print(f"{name:12s} {shares[name]:.2%}")
-    write_result(Path(result), {
-        "experiment": "text overlap", "config": {"words": WORDS, "of": f"{HOME}, test", "in": "train"},
-        "seed": None, "texts": hashes, "shares": shares,
-    })  # fmt: skip
+    write_result(
+        Path(result),
+        {
+            "experiment": "text overlap",
+            "config": {"words": WORDS, "of": f"{HOME}, test", "in": "train"},
+            "seed": None,
+            "texts": hashes,
+            "shares": shares,
+        },
+    )
 
 
 if __name__ == "__main__":

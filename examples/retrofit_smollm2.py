@@ -11,12 +11,9 @@ from typing import Any
 import torch
 
 import attractor
-from attractor import APNConfig
-from attractor.continual.guard import Guard
+from attractor import APNConfig, CausalLM, Guard, load_pretrained
 from attractor.data import read_text
 from attractor.evaluate import evaluate
-from attractor.hf import CausalLM
-from attractor.hf.pretrained import load_pretrained
 from attractor.hf.teach import teach
 
 CONTEXT = 128
@@ -35,9 +32,15 @@ def main(steps: int = 200) -> None:
     folio = CausalLM(net, "folio", context=CONTEXT)
     paths: dict[str, Any] = {"base": CausalLM(net, None, context=CONTEXT), "folio": folio}
     done = teach(
-        folio, net.trainable_parameters(), train, validation, steps=steps, batch_size=8, learning_rate=1e-2,
+        folio,
+        net.trainable_parameters(),
+        train,
+        validation,
+        steps=steps,
+        batch_size=8,
+        learning_rate=1e-2,
         report=show,
-    )  # fmt: skip
+    )
     print(f"validation loss {done['before']:.3f} -> {done['best']:.3f} at step {done['best_step']}")
     paths["guarded"] = guard = Guard(paths)  # one copy of the weights, two ways through them
     for name, tokens in {"First Folio": test, "Python": old[-4000:]}.items():

@@ -6,7 +6,7 @@
     python -m studies report runs/*/result.json        one page of charts and tables from any results
     python -m studies facts --help                     the study of facts has its own options
 
-`python -m studies NAME --help` tells what a study takes.
+`python -m studies NAME --help` shows what a study takes.
 """
 
 import logging
@@ -36,9 +36,9 @@ class List:
     """Name the studies."""
 
     def run(self) -> None:
-        told = {name: study.__doc__ for name, study in STUDIES.items()}
-        told["facts"] = "A pretrained model learns invented people, towns and companies, chunk by chunk."
-        print("\n".join(f"{name:11s}  {sentence}" for name, sentence in told.items()))
+        about = {name: study.__doc__ for name, study in STUDIES.items()}
+        about["facts"] = "A pretrained model learns invented people, towns and companies, chunk by chunk."
+        print("\n".join(f"{name:11s}  {sentence}" for name, sentence in about.items()))
 
 
 @dataclass(kw_only=True)
@@ -276,7 +276,8 @@ class Report:
     out: Path = Path("report.html")
     """Where the page goes."""
     docs: Path | None = None
-    """A Markdown page; its figures go to figures/ beside it, and what was written by hand in it stays."""
+    """The first page in Markdown; the others go to the folder of its name, figures to figures/ beside it.
+    What was written by hand in pages that are already there stays."""
 
     def run(self) -> None:
         if not self.results:

@@ -53,18 +53,18 @@ def pretrain(settings: Settings, folder: Path) -> Values:
 
 def own_folder(place: Path, settings: Settings) -> Path:
     """With what these settings left there, if anything: a model of others is not one to go on with."""
-    mark, told = place / "settings.json", json.dumps(settings, sort_keys=True)
-    if place.exists() and (not mark.is_file() or mark.read_text() != told):
+    mark, described = place / "settings.json", json.dumps(settings, sort_keys=True)
+    if place.exists() and (not mark.is_file() or mark.read_text() != described):
         shutil.rmtree(place)
     place.mkdir(parents=True, exist_ok=True)
-    mark.write_text(told)
+    mark.write_text(described)
     return place
 
 
 def train(settings: Settings, folder: Path) -> Values:
     """The same for a model that is only compared: if it diverges it has no loss, and the others go on.
 
-    Nobody needs it afterwards, and there are many.
+    It is not needed afterwards, and there are many.
     """
     try:
         values = pretrain(settings, folder)

@@ -137,9 +137,9 @@ class Benchmark:
 
     def write(self, result: Path, study: str, **values: Any) -> dict[str, Any]:
         """The result of a study: what it found, and what it was found with."""
-        told = {"experiment": study, "size": self.size, "texts": self.hashes, **values, **self.origins()}
-        write_result(result, told)
-        return told
+        found = {"experiment": study, "size": self.size, "texts": self.hashes, **values, **self.origins()}
+        write_result(result, found)
+        return found
 
     def members(self, source: str) -> list[str]:
         """The domains that a pretraining text is made of."""
@@ -152,11 +152,11 @@ class Benchmark:
     def _cell(self, kind: str, texts: Sequence[str], **settings: Any) -> Settings:
         hashes = {name: self.hashes[name] for name in dict.fromkeys(texts)}
         plan = dataclasses.asdict(self.plan)
-        told = ("seeds", "mixture_steps")  # elsewhere, or no cell's business
+        left_out = ("seeds", "mixture_steps")  # elsewhere, or no cell's business
         recipe = {
             name: value
             for name, value in plan.items()
-            if isinstance(value, int | float | None) and name not in told
+            if isinstance(value, int | float | None) and name not in left_out
         }
         if "config" not in settings:  # of a model that another cell made
             shape = {name: plan[name] for name in ("model", "apn", "moe", "train")}

@@ -48,7 +48,7 @@ def run(bench: Benchmark, result: Path, *, seed: int = 0) -> dict[str, Any]:
     chosen = best_rate(tried[GUARDED])
     speed_rate = shifts[targets[-1]][SPEED_OF]["rate"]
     (stream,) = bench.run(bench.stream(GUARDED, order, seed, chosen["rate"])).values()
-    (speed,) = bench.run(bench.speed(SPEED_OF, targets[-1], seed, speed_rate)).values()  # with nobody beside
+    (speed,) = bench.run(bench.speed(SPEED_OF, targets[-1], seed, speed_rate)).values()  # alone
     values: dict[str, Any] = {
         "seed": seed,
         "device": bench.device,

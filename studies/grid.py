@@ -119,7 +119,7 @@ class _Desk(Generic[Key, T]):
     def __init__(self, inquiries: Mapping[Key, Inquiry[T]], folder: Path, report: Report) -> None:
         self.inquiries, self.folder, self.report = dict(inquiries), folder, report
         self.cells: dict[str, Settings] = {}  # all that were asked for
-        self.waiting: deque[str] = deque()  # those that nobody computes yet
+        self.waiting: deque[str] = deque()  # those that no worker computes yet
         self.values: dict[str, Values] = {}
         self.failed: dict[str, str] = {}
         self.asked: dict[Key, list[str]] = {}  # by those that wait
@@ -167,7 +167,7 @@ class _Desk(Generic[Key, T]):
         self.report({"cell": name, "found": True})
 
     def keep(self, name: str, values: Values | None, error: str = "") -> None:
-        """A cell was computed, or failed: whoever waits for it goes on, or ends."""
+        """A cell was computed, or failed: cells that wait for it go on, or end."""
         settings = self.cells[name]
         if values is None:
             self.failed[name] = error
@@ -184,18 +184,18 @@ class _Desk(Generic[Key, T]):
                 self._go_on(key, {part: self.values[part] for part in names})
 
     def results(self) -> dict[Key, T]:
-        told = "; ".join(f"{name}: {error}" for name, error in sorted(self.failed.items())[:3])
+        failures = "; ".join(f"{name}: {error}" for name, error in sorted(self.failed.items())[:3])
         if self.mistakes:
             raise self.mistakes[0]
         if self.waiting:
-            also = f" {len(self.failed)} failed: {told}" if self.failed else ""
+            also = f" {len(self.failed)} failed: {failures}" if self.failed else ""
             raise GridStopped(
                 f"{len(self.waiting)} of {len(self.cells)} cells known so far wait; the same command goes on "
                 f"with them.{also}"
             )
         if self.failed:
             raise CellsFailed(
-                f"{len(self.failed)} of {len(self.cells)} cells failed, the rest is kept. {told}"
+                f"{len(self.failed)} of {len(self.cells)} cells failed, the rest is kept. {failures}"
             )
         return {key: self.done[key] for key in self.inquiries}
 
@@ -266,7 +266,7 @@ def _side_by_side(desk: _Desk, work: Work, stop: Callable[[], bool], jobs: int, 
 
     def start(name: str) -> None:
         side_by_side = min(jobs, len(busy) + len(desk.waiting) + 1)
-        while True:  # whoever died while idle is passed over
+        while True:  # a worker that died while idle is passed over
             worker = idle.pop() if idle else _spawn()
             try:
                 worker.line.send((work, desk.cells[name], desk.folder, side_by_side))
@@ -311,7 +311,7 @@ def _spawn() -> Worker:
 def _serve(line: Connection) -> None:
     threads = torch.get_num_threads()
     parent = multiprocessing.parent_process()
-    if parent is not None:  # whoever kills it must not leave us writing
+    if parent is not None:  # a kill of the parent must not leave us writing
         threading.Thread(target=lambda: (wait([parent.sentinel]), os._exit(1)), daemon=True).start()
     try:
         while True:
@@ -324,4 +324,4 @@ def _serve(line: Connection) -> None:
                 answer = None, f"{type(error).__name__}: {error}"
             line.send(answer)
     except (EOFError, OSError, KeyboardInterrupt):
-        pass  # nobody listens any more
+        pass  # the parent is gone

@@ -130,7 +130,7 @@ def speed(settings: Settings, folder: Path) -> Values:
 
 @torch.no_grad()
 def _write(model: LanguageModel, cache: Any, prompt: Tensor, count: int) -> tuple[list[float], int | None]:
-    """Seconds of each token; of a guard, once somebody has rested. And after how many tokens that began."""
+    """Seconds of each token; of a guard, once a path has rested. And after how many tokens that began."""
     random = torch.Generator(prompt.device).manual_seed(0)
     watched = hasattr(cache, "at_rest")
     times, settled = [], None
@@ -140,7 +140,7 @@ def _write(model: LanguageModel, cache: Any, prompt: Tensor, count: int) -> tupl
         started = time.perf_counter()
         token = sample(logits.float(), 1.0, None, None, random)
         logits = model(token[:, None], cache=cache)[:, -1]
-        token.tolist()  # whoever reads the text waits for it
+        token.tolist()  # a reader of the text waits for it
         if settled is None and (not watched or cache.at_rest):
             settled = number
         elif settled is not None:  # from then on everything counts, waking up included
@@ -150,7 +150,7 @@ def _write(model: LanguageModel, cache: Any, prompt: Tensor, count: int) -> tupl
 
 @torch.no_grad()
 def _both_paths(guard: Guard, alone: LanguageModel, text: np.ndarray, context: int) -> float:
-    """The same ratio while nobody rests: what the guard costs before the text has settled."""
+    """The same ratio while no path rests: what the guard costs before the text has settled."""
     tokens = torch.from_numpy(text[: context // 2])[None].to(alone.device)
     pause, guard.pause = guard.pause, 0.0
     times: dict[str, list[float]] = {"guard": [], "alone": []}

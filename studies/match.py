@@ -3,9 +3,9 @@
     python -m studies match --size smoke
 
 Characters of one text, bytes of a mixture, byte pairs of the same mixture. No model gets more training than
-another: the same steps and batches; the best validation loss of each counts, and whoever diverges has none.
+another: the same steps and batches; the best validation loss of each counts, and what diverges has none.
 The one text is small and is learned by heart: there all have dropout, stop early, and each has the weight
-decay that suits it best of the same two; APN has patch dropout. On the mixture nobody has any of that, there
+decay that suits it best of the same two; APN has patch dropout. On the mixture no model has that, there
 are three passes at most, and each has the learning rate that suits it best on the same ladder. The first seed
 chooses, for all. Dense is also there with the start that APN has by default, and experts have it: at small
 widths that is worth more than the kind of FFN.
@@ -26,7 +26,7 @@ from studies.rates import best_rate, climb
 
 DENSE = "dense"
 MIXTURE = (HOME, *(name for name in TARGETS if name != PAPER))
-"""Large enough that nobody learns it by heart."""
+"""Large enough that no model learns it by heart."""
 STARTS: tuple[FFNStartName, ...] = ("gpt2", "unit")
 DECAYS = (0.1, 1.0)
 """Of weights, where a text is small."""
@@ -147,10 +147,10 @@ def run(bench: Benchmark, result: Path) -> dict[str, Any]:
             for name in configs
         }
     )
-    best = {key: best_rate(told) for key, told in tried.items()}
+    best = {key: best_rate(rates) for key, rates in tried.items()}
     cells = {
         (key, seed): cell(*key, seed, choice["rate"])
-        for seed in range(bench.plan.seeds)  # one after the other: whoever stops in between has whole ones
+        for seed in range(bench.plan.seeds)  # one after the other: a run that is stopped has whole ones
         for key, choice in best.items()
     }
     done = bench.answer({"": ask_each(cells)})[""]
@@ -162,7 +162,7 @@ def run(bench: Benchmark, result: Path) -> dict[str, Any]:
             "val_loss": [part["val_loss"] for part in parts],
             "way": f"{'weight decay' if data[dataset].is_small else 'rate'} {choice['rate']:g}",
             "at_edge": choice["at_edge"] and len(data[dataset].ladder) > 2,
-            "first_seed": {str(rung): told["val_loss"] for rung, told in sorted(tried[key].items())},
+            "first_seed": {str(rung): rates["val_loss"] for rung, rates in sorted(tried[key].items())},
             "best_step": [part["best_step"] for part in parts],
             "parameters": parts[0]["parameters"],
             "multiply_adds_per_token": parts[0]["multiply_adds_per_token"],

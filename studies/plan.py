@@ -144,7 +144,7 @@ PLANS: dict[Size, Plan] = {
 
 
 def named_texts(option: str, given: Sequence[str]) -> dict[str, str]:
-    """What somebody wrote as NAME=FILE, each name once; the option is named where that is wrong."""
+    """Texts given as NAME=FILE, each name once; the option is named where that is wrong."""
     named: dict[str, str] = {}
     for text in given:
         label, sign, source = text.partition("=")
@@ -197,7 +197,7 @@ def load_base(folder: Path, name: str, device: torch.device) -> GPT:
     known = mark.is_file() and cell.is_file()
     if not known or json.loads(mark.read_text()) != json.loads(cell.read_text())["settings"]:
         raise ValueError(
-            f"{place} does not hold the model that cells/{cell.name} tells of. Remove that file, and it is "
+            f"{place} does not hold the model that cells/{cell.name} names. Remove that file, and it is "
             "trained again; cells that are there started from another one, and the result will say so"
         )
     return GPT.from_pretrained(find_model(place), device=device).eval()
@@ -209,7 +209,7 @@ def device_of(settings: Settings) -> torch.device:
 
 @contextmanager
 def tensor_cores(device: torch.device) -> Iterator[None]:
-    """Products of float32 on a GPU may round their factors, as everybody's training does; for a while."""
+    """Products of float32 on a GPU may round their factors, as training usually does; for a while."""
     before = torch.get_float32_matmul_precision()
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")

@@ -1,4 +1,4 @@
-"""Learning rates, chosen the same way for everybody: on a ladder that each method climbs as it needs."""
+"""Learning rates, chosen the same way for every method: on a ladder that each method climbs as it needs."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -4,7 +4,7 @@
 
 SmolLM2-135M (dequantised from 4 bits) sees the same tokens by every method; each has its best learning rate
 of the same few on the first domain's validation text, and is taken where it predicts its own domain's
-validation text best. Retention is measured on texts that nobody trains on, in windows of 256 tokens.
+validation text best. Retention is measured on texts that no method trains on, in windows of 256 tokens.
 """
 
 import copy
@@ -189,12 +189,12 @@ def run(
         best = min(tried, key=lambda rate: or_worst(tried[rate]["taught"]["best"]))
         return tried, best, (yield from ask_each({domain: cell(domain, method, best) for domain in domains}))
 
-    def told(record: dict[str, Any]) -> None:
+    def relayed(record: dict[str, Any]) -> None:
         asked.add(record["cell"])
         report(record)
 
     with tensor_cores(parse_device(device)):  # what cells say about where they come from
-        found = run_inquiries({m: learned(m) for m in METHODS}, work, folder, jobs=jobs, report=told)
+        found = run_inquiries({m: learned(m) for m in METHODS}, work, folder, jobs=jobs, report=relayed)
     values = {
         "experiment": "retrofit",
         "size": size,
@@ -252,9 +252,9 @@ def write_texts(folder: Path, plan: dict[str, Any], *sources: Mapping[str, str])
 
 def row(cell: Values, lora: Values, retained: Sequence[str]) -> dict[str, Any]:
     """Perplexities of the new domain and of what should be kept, alone and behind the guard."""
-    told: dict[str, Any] = {key: cell["taught"][key] for key in ("trained", "seconds", "tokens", "best_step")}
-    told["parameters"] = cell["parameters"]
-    told["before"] = {name: math.exp(part["loss"]) for name, part in cell["before"].items()}
+    row: dict[str, Any] = {key: cell["taught"][key] for key in ("trained", "seconds", "tokens", "best_step")}
+    row["parameters"] = cell["parameters"]
+    row["before"] = {name: math.exp(part["loss"]) for name, part in cell["before"].items()}
     for way in ("alone", "guarded"):
         rises = {
             name: math.expm1(cell[way][name]["loss"] - cell["before"][name]["loss"]) for name in retained
@@ -262,11 +262,11 @@ def row(cell: Values, lora: Values, retained: Sequence[str]) -> dict[str, Any]:
         ours, theirs = cell[way]["B"], lora["alone"]["B"]
         apart = ours["loss"] - theirs["loss"]
         pairs = [[a - b for a, b in zip(ours["blocks"], theirs["blocks"], strict=True)]]
-        told[way] = {
+        row[way] = {
             "B": math.exp(ours["loss"]),
             "rises": rises,
             "worst_rise": max(rises.values()),
             "B_over_lora": math.exp(apart),
             "B_over_lora_interval": [math.exp(bound) for bound in interval(pairs, apart)],
         }
-    return told
+    return row

@@ -57,7 +57,7 @@ def run(bench: Benchmark, result: Path) -> dict[str, Any]:
         return next(iter(trained.values())), next(iter(adapted.values()))
 
     found: dict[tuple[str, int], tuple[Values, Values]] = {}
-    for seed in seeds:  # one after the other: whoever stops in between has whole ones
+    for seed in seeds:  # one after the other: a run that is stopped has whole ones
         found |= bench.answer({(variant.name, seed): measured(variant, seed) for variant in chosen})
     rows = {}
     for variant in chosen:

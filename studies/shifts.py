@@ -42,7 +42,7 @@ def run(bench: Benchmark, result: Path, *, methods: Sequence[str] = tuple(METHOD
     stream_rates: dict[str, Any] = {}
     found: dict[tuple[str, str, str, int], Values] = {}
     streams: dict[tuple[str, int], Values] = {}
-    for seed in range(plan.seeds):  # one after the other: whoever stops in between has whole ones
+    for seed in range(plan.seeds):  # one after the other: a run that is stopped has whole ones
         inquiries: dict[tuple[str, str], Inquiry[Any]] = {}
         for kind in KINDS:
             inquiries["base", kind] = bases(bench, kind, sources, seed)
@@ -72,7 +72,7 @@ def run(bench: Benchmark, result: Path, *, methods: Sequence[str] = tuple(METHOD
         }
         for source in sources
     }
-    told = ("val_ppl", "parameters", "multiply_adds_per_token", "best_step")
+    kept = ("val_ppl", "parameters", "multiply_adds_per_token", "best_step")
     recipe = {key: getattr(plan, key) for key in ("steps", "batch_size", "rates")}
     return bench.write(
         result,
@@ -83,7 +83,7 @@ def run(bench: Benchmark, result: Path, *, methods: Sequence[str] = tuple(METHOD
         block=BLOCK,
         config={kind: plan.config(kind, 0).to_dict() for kind in KINDS},
         recipe=recipe | {"tuned_on": TUNED_ON},
-        pretrained={name: {key: part[key] for key in told} for name, part in pretrained.items()},
+        pretrained={name: {key: part[key] for key in kept} for name, part in pretrained.items()},
         rates=rates,
         shifts=shifts,
         streams={
@@ -148,7 +148,7 @@ def streamed(
 def summary(cells: Sequence[Values], full: Sequence[Values], old: Sequence[str]) -> dict[str, Any]:
     """One method on one shift over seeds: perplexities, gains and losses, alone and behind the guard."""
     first = cells[0]
-    told: dict[str, Any] = {
+    row: dict[str, Any] = {
         "A_before": _ppl(_mean_loss(cell["before"], old) for cell in cells),
         "B_before": _ppl(cell["before"]["B"]["loss"] for cell in cells),
         "full_gained": mean(
@@ -174,7 +174,7 @@ def summary(cells: Sequence[Values], full: Sequence[Values], old: Sequence[str])
         lost = [_mean_loss(now, old) - _mean_loss(then, old) for now, then in zip(after, before, strict=True)]
         over = mean(now["B"]["loss"] - theirs["B"]["loss"] for now, theirs in zip(after, best, strict=True))
         gains = [_gain(now["B"]["loss"], theirs) for now, theirs in zip(after, full, strict=True)]
-        told[way] = {
+        row[way] = {
             "A": _ppl(_mean_loss(now, old) for now in after),
             "B": _ppl(now["B"]["loss"] for now in after),
             "forgetting": mean(lost),
@@ -186,7 +186,7 @@ def summary(cells: Sequence[Values], full: Sequence[Values], old: Sequence[str])
             "gain": mean(gains),
             "hypervolume": mean(map(hypervolume, gains, lost)),
         }
-    return told
+    return row
 
 
 def _gain(loss: float, full: Values) -> float:

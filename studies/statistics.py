@@ -17,7 +17,7 @@ def interval(
     The differences are paired: the same block under two models. Two errors add up: that of the text, from a
     bootstrap of runs of blocks, which all seeds share, widened because there are few of them; and that of
     the seeds, by Student's t over their means. With one seed it is the error of the text alone: what another
-    seed would give, nobody knows.
+    seed would give is unknown.
     """
     table = np.asarray(differences, dtype=np.float64)
     seeds, blocks = table.shape
@@ -36,7 +36,7 @@ def interval(
 
 def _t_95(freedom: float) -> float:
     """What 1.96 becomes when the spread is known from few."""
-    from scipy import stats  # most of a second, which whoever asks for no interval need not wait
+    from scipy import stats  # most of a second, which is spared where no interval is asked for
 
     return float(stats.t.ppf(0.975, freedom))
 
@@ -44,7 +44,7 @@ def _t_95(freedom: float) -> float:
 def gain_fraction(start: float, after: float, best_full: float) -> float:
     """How much of the way from one model's loss on B to what the best full fine-tuning of it reached.
 
-    The start is that model's for everybody: equal losses on B are equal gains, wherever they came from.
+    The start is that model's for every method: equal losses on B are equal gains, wherever they came from.
     Where full fine-tuning gained nothing there is no such share: NaN.
     """
     return (start - after) / (start - best_full) if best_full < start else math.nan

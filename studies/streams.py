@@ -1,4 +1,4 @@
-"""A stream that goes from domain to domain and back, once, and nobody says where it is: one method's cell."""
+"""A stream that goes from domain to domain and back, once, without labels: one method's cell."""
 
 import math
 import shutil
@@ -100,8 +100,10 @@ class Guarded:
         return self.learner.guard
 
     def described(self) -> dict[str, Any]:
-        told = self.learner.overlays()
-        return {"overlays": {name: {"tokens": o["tokens"], "bytes": o["bytes"]} for name, o in told.items()}}
+        overlays = self.learner.overlays()
+        return {
+            "overlays": {name: {"tokens": o["tokens"], "bytes": o["bytes"]} for name, o in overlays.items()}
+        }
 
 
 @dataclass

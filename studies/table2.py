@@ -5,7 +5,7 @@ python -m studies table2 --size paper      the paper's settings, one GPU
 
 Two protocols. "paper": 500 steps on a text of about 10 KB, which is hundreds of passes over it. "healthy": as
 many steps on 200 KB, stopped where the validation text of the new domain is predicted best, and measured on a
-test text. Whole trajectories are kept, because the last step alone tells another story than the best one.
+test text. Whole trajectories are kept, because the last step alone shows something else than the best one.
 """
 
 import copy

@@ -32,10 +32,15 @@ class Browser:
         there, self._out = os.pipe()
         self._in, back = os.pipe()
         options = [
-            "--headless", "--disable-gpu", "--hide-scrollbars", "--no-first-run", "--disable-extensions",
-            "--disable-background-networking", "--remote-debugging-pipe",
+            "--headless",
+            "--disable-gpu",
+            "--hide-scrollbars",
+            "--no-first-run",
+            "--disable-extensions",
+            "--disable-background-networking",
+            "--remote-debugging-pipe",
             f"--user-data-dir={self._folder.name}",
-        ]  # fmt: skip
+        ]
         if os.geteuid() == 0:
             options.append("--no-sandbox")  # Chromium has none for root
         # Chromium reads its orders from 3 and answers on 4.

@@ -8,9 +8,15 @@ from attractor import APNConfig
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: the extra hf")
 
 COMMON = {
-    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 GATED = {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 8}
 FAMILIES = {
     "gpt2": {"n_inner": 64},

@@ -1,4 +1,4 @@
-"""Results that nobody measured, for the pages that show them; and a page, read."""
+"""Results that were made up, for the pages that show them; and a page, read."""
 
 import json
 from contextlib import contextmanager, nullcontext
@@ -160,6 +160,51 @@ MATCH = {
     },
 }
 
+
+def _fact(mean: float) -> dict:
+    return {"mean": mean, "least": mean - 0.01, "most": mean + 0.01}
+
+
+FACTS = {
+    "experiment": "facts",
+    "methods": {
+        "basins": {
+            "seeds": [0, 1],
+            "first chunk": _fact(0.975),
+            "last chunk": _fact(0.985),
+            "taught form": _fact(0.98),
+            "second sentence never taught": _fact(0.5),
+            "worst background text": _fact(0.00025),
+            "other capitals, question": _fact(0.6),
+            "bytes per fact": _fact(12500.0),
+        },
+        "full, <kl>": {"seeds": [0], "first chunk": _fact(0.05), "worst background text": _fact(4.25)},
+    },
+    "cells": [
+        {
+            "settings": {"method": "basins", "keep": "nothing"},
+            "chunks": [{"name": "chunk 0"}, {"name": "chunk 1"}, {"name": "revised"}],
+            "original": {"capitals": {"kept, question 0": 0.875}},
+            "provenance": PROVENANCE,
+        }
+    ],
+    "provenance": PROVENANCE,
+}
+LAYER = {
+    "experiment": "bench layer",
+    "config": {"dtype": "bfloat16"},
+    "seed": 0,
+    "results": [
+        {
+            "size": {"dim": 8, "tokens": 512, "num_patches": 16, "rank": 2, "top_k": 4},
+            "rows": [
+                {"name": "dense", "parameters": 100, "forward_backward_over_dense": 1.0},
+                {"name": "triton", "parameters": 200, "forward_backward_over_dense": 1.25},
+            ],
+        }
+    ],
+    "provenance": PROVENANCE,
+}
 
 RETROFIT_WAY = {
     "B": 12.345,

@@ -38,8 +38,17 @@ def allocate(allocator, update, seen, token, undo=None):
     return event
 
 
-@pytest.mark.parametrize("variant", [{}, {"decoder": "shared"}, {"gate": "scalar"}, {"layer_norm": True},
-                                     {"prototypes": "contextual", "routing_groups": 2}], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "variant",
+    [
+        {},
+        {"decoder": "shared"},
+        {"gate": "scalar"},
+        {"layer_norm": True},
+        {"prototypes": "contextual", "routing_groups": 2},
+    ],
+    ids=str,
+)
 def test_growth(variant):
     layer = build(num_patches=8, top_k=2, **variant)
     layer, allocator, update, seen = scene(layer=layer)
@@ -91,9 +100,16 @@ def test_replacement_takes_the_least_used():
 def test_only_after_a_window_of_low_confidence():
     layer, allocator, update, seen = scene(window=100)
     for token, confidence, expected in (
-        (0, 1.0, False), (40, 1.0, False), (80, 1e3, False), (120, 1.0, False), (160, 1.0, False),
-        (200, 1.0, True), (240, 1.0, False), (290, 1.0, False), (310, 1.0, True),
-    ):  # fmt: skip
+        (0, 1.0, False),
+        (40, 1.0, False),
+        (80, 1e3, False),
+        (120, 1.0, False),
+        (160, 1.0, False),
+        (200, 1.0, True),
+        (240, 1.0, False),
+        (290, 1.0, False),
+        (310, 1.0, True),
+    ):
         now = look(allocator, seen.inputs, confidence=confidence)
         assert (allocate(allocator, update, now, token) is not None) == expected, token
     assert layer.num_patches == 10

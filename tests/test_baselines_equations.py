@@ -295,9 +295,10 @@ def test_what_is_projected_is_the_nearest_step(kind):
     way = start - vector_of(plain)
     assert way @ old < 0
     learner = (
-        GEM(model, [memory], of="step", learning_rate=1e-3) if kind == "gem"
+        GEM(model, [memory], of="step", learning_rate=1e-3)
+        if kind == "gem"
         else AGEM(model, memory, 6, of="step", learning_rate=1e-3)
-    )  # fmt: skip
+    )
     learner.step(inputs, targets)
     torch.testing.assert_close(vector_of(model), start - (way - (way @ old) / (old @ old) * old))
     with pytest.raises(ValueError, match="margin is on the scale"):
@@ -335,9 +336,10 @@ def test_a_step_that_hurts_nobody_stays_as_it_is(kind):
     plain, model = tiny(), tiny()
     FineTune(plain, learning_rate=1e-3).step(*new)
     learner = (
-        GEM(model, [new], of="step", learning_rate=1e-3) if kind == "gem"
+        GEM(model, [new], of="step", learning_rate=1e-3)
+        if kind == "gem"
         else AGEM(model, new, 6, of="step", learning_rate=1e-3)
-    )  # fmt: skip
+    )
     learner.step(*new)
     assert torch.equal(vector_of(model), vector_of(plain))
 

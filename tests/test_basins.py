@@ -47,11 +47,18 @@ VARIANTS = {
     "contextual groups": {"prototypes": "contextual", "routing_dim": 6, "routing_groups": 3},
     "whitened": {"whiten": True},
     "everything": {
-        "routing": "dot", "gate": "scalar", "decoder": "shared", "prototypes": "contextual",
-        "routing_groups": 2, "routing_dim": 8, "layer_norm": True, "scale": 0.3, "temperature": 0.5,
+        "routing": "dot",
+        "gate": "scalar",
+        "decoder": "shared",
+        "prototypes": "contextual",
+        "routing_groups": 2,
+        "routing_dim": 8,
+        "layer_norm": True,
+        "scale": 0.3,
+        "temperature": 0.5,
         "whiten": True,
     },
-}  # fmt: skip
+}
 every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 
 
@@ -502,9 +509,7 @@ class TestOutside:
 
 
 class TestGradients:
-    @backends_and_variants(
-        "core", "dot", "shared decoder", "contextual groups", "everything"
-    )  # fmt: skip
+    @backends_and_variants("core", "dot", "shared decoder", "contextual groups", "everything")
     def test_against_the_equations(self, backend, variant):
         """With random upstream gradients for update and weights, of every parameter and of the input."""
         dtype = torch.float32 if backend == "triton" else torch.float64
@@ -713,9 +718,12 @@ class TestNotFinite:
 class TestModule:
     @pytest.mark.parametrize(
         ("backend", "compiler", "name"),
-        [("grouped", "aot_eager", "core"), ("reference", "eager", "everything"),
-         pytest.param("triton", "eager", "core", marks=needs_triton)],
-    )  # fmt: skip
+        [
+            ("grouped", "aot_eager", "core"),
+            ("reference", "eager", "everything"),
+            pytest.param("triton", "eager", "core", marks=needs_triton),
+        ],
+    )
     def test_compiles_to_one_graph(self, backend, compiler, name):
         torch._dynamo.reset()
         layer = build(backend=backend, **VARIANTS[name])
@@ -739,9 +747,12 @@ class TestModule:
     def test_state_dict_is_a_contract(self):
         sizes = {"num_patches": 10, "top_k": 3, "rank": 4}
         plain = {
-            "prototypes": (10, 12), "encoder": (12, 4), "gate_slope": (10, 4), "gate_bias": (10, 4),
+            "prototypes": (10, 12),
+            "encoder": (12, 4),
+            "gate_slope": (10, 4),
+            "gate_bias": (10, 4),
             "decoder": (10, 4, 12),
-        }  # fmt: skip
+        }
         white = {"whitening": (12, 12), "whitening_shift": (12,)}
         for options, more in (
             ({}, {}),

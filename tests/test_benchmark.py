@@ -479,7 +479,7 @@ def test_mistakes(texts, tmp_path):
     assert {METHODS[name].model for name in METHODS} == set(KINDS)
 
 
-def test_the_rate_is_chosen_and_told():
+def test_the_rate_is_chosen_and_written_down():
     def of(losses):
         return rates.best_rate({rate: {"best": {"validation": loss}} for rate, loss in losses.items()})
 

@@ -22,9 +22,14 @@ def model_of(seed, scale=1.0, context=CONTEXT):
     """In float64, so that the size of a batch does not round a token into another."""
     torch.manual_seed(seed)
     config = GPTConfig(
-        vocab_size=VOCABULARY, context=context, num_layers=2, num_heads=2, dim=8, ffn="apn",
+        vocab_size=VOCABULARY,
+        context=context,
+        num_layers=2,
+        num_heads=2,
+        dim=8,
+        ffn="apn",
         apn=APNConfig(num_patches=4, top_k=2, rank=2),
-    )  # fmt: skip
+    )
     model = GPT(config).double().eval()
     with torch.no_grad():
         model.embedding.weight.mul_(scale)
@@ -103,7 +108,7 @@ def check_ragged(model, actions, context, vocabulary):
                 joint.add(one)
                 texts.append([*text, *token])
         assert joint.length == max(map(len, texts), default=0)
-        assert [joint.length_of(row) for row in range(len(texts))] == list(map(len, texts))
+        assert [joint.end - start for start in joint.starts] == list(map(len, texts))
 
 
 @given(ACTIONS)
@@ -113,8 +118,20 @@ def test_a_ragged_cache_is_many_caches(actions):
     check_ragged(model_of(0), actions, CONTEXT, VOCABULARY)
 
 
-ALL = [("join", 3), ("join", 11), ("step", 2), ("join", 20), ("step", 2), ("aside", 1), ("step", 1),
-       ("leave", 0), ("step", 3), ("leave", 1), ("join", 2), ("step", 4)]  # fmt: skip
+ALL = [
+    ("join", 3),
+    ("join", 11),
+    ("step", 2),
+    ("join", 20),
+    ("step", 2),
+    ("aside", 1),
+    ("step", 1),
+    ("leave", 0),
+    ("step", 3),
+    ("leave", 1),
+    ("join", 2),
+    ("step", 4),
+]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
@@ -183,14 +200,21 @@ PUBLICATIONS = [
     Publication(3, dict(MODELS), prior=0.7, window=40, pause=2.0),
 ]
 ROWS = st.lists(
-    st.fixed_dictionaries({
-        "publication": st.integers(0, 2), "path": st.sampled_from([None, None, "base"]),
-        "prompt": st.integers(1, CONTEXT + 4), "joins": st.integers(0, 12), "tokens": st.integers(1, 30),
-        "temperature": st.sampled_from([0.0, 0.7, 1.5]), "top_k": st.sampled_from([None, 4]),
-        "top_p": st.sampled_from([None, 0.9]),
-    }),
-    min_size=1, max_size=5,
-)  # fmt: skip
+    st.fixed_dictionaries(
+        {
+            "publication": st.integers(0, 2),
+            "path": st.sampled_from([None, None, "base"]),
+            "prompt": st.integers(1, CONTEXT + 4),
+            "joins": st.integers(0, 12),
+            "tokens": st.integers(1, 30),
+            "temperature": st.sampled_from([0.0, 0.7, 1.5]),
+            "top_k": st.sampled_from([None, 4]),
+            "top_p": st.sampled_from([None, 0.9]),
+        }
+    ),
+    min_size=1,
+    max_size=5,
+)
 
 
 @given(ROWS)

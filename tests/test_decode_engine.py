@@ -22,9 +22,14 @@ VOCABULARY, CONTEXT, PATIENCE = 11, 32, 300.0
 def model_of(seed, cls=GPT):
     torch.manual_seed(seed)
     config = GPTConfig(
-        vocab_size=VOCABULARY, context=CONTEXT, num_layers=1, num_heads=1, dim=8, ffn="apn",
+        vocab_size=VOCABULARY,
+        context=CONTEXT,
+        num_layers=1,
+        num_heads=1,
+        dim=8,
+        ffn="apn",
         apn=APNConfig(num_patches=4, top_k=2, rank=2),
-    )  # fmt: skip
+    )
     model = cls(config).double()
     with torch.no_grad():
         model.embedding.weight.mul_(25.0)
@@ -69,12 +74,15 @@ def until(condition):
 def some_jobs(count, tokens=12):
     return [
         Job(
-            prompt=[(number + k) % VOCABULARY for k in range(1 + number % 7)], max_tokens=1 + number % tokens,
-            temperature=(0.0, 0.8, 1.2)[number % 3], top_k=(None, 4)[number % 2], seed=number,
+            prompt=[(number + k) % VOCABULARY for k in range(1 + number % 7)],
+            max_tokens=1 + number % tokens,
+            temperature=(0.0, 0.8, 1.2)[number % 3],
+            top_k=(None, 4)[number % 2],
+            seed=number,
             path=(None, None, "x")[number % 3],
         )
         for number in range(count)
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture
@@ -389,14 +397,22 @@ def test_an_idle_engine_sleeps():
 
 def test_mistakes():
     for wrong, message in (
-        ({"prompt": []}, "empty"), ({"max_tokens": 0}, "max_tokens"), ({"temperature": -1.0}, "temperature"),
-        ({"top_k": 0}, "top_k"), ({"top_p": 0.0}, "top_p"), ({"seed": 2**64}, "seed"),
-    ):  # fmt: skip
+        ({"prompt": []}, "empty"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"top_k": 0}, "top_k"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"seed": 2**64}, "seed"),
+    ):
         with pytest.raises(ValueError, match=message):
             Job(**{"prompt": [1], **wrong})
     with Engine(PUBLICATION) as engine:
-        for wrong, message in (({"path": "y"}, "no path 'y'"), ({"prompt": [VOCABULARY]}, "token 11"),
-                               ({"prompt": [-1]}, "token -1"), ({"prompt": ["a"]}, "token 'a'")):  # fmt: skip
+        for wrong, message in (
+            ({"path": "y"}, "no path 'y'"),
+            ({"prompt": [VOCABULARY]}, "token 11"),
+            ({"prompt": [-1]}, "token -1"),
+            ({"prompt": ["a"]}, "token 'a'"),
+        ):
             with pytest.raises(ValueError, match=message):
                 engine.submit(Job(**{"prompt": [1], **wrong}))
         small = GPT(GPTConfig(vocab_size=7, context=CONTEXT, num_layers=1, num_heads=1, dim=8))

@@ -160,13 +160,38 @@ def test_torchrun_and_a_signal_to_one_process(dataset, tmp_path):  # noqa: F811
     """The real command: SIGTERM to one worker stops both after the same step, saves, and can be resumed."""
     run = tmp_path / "run"
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", "-m",
-        "attractor.cli", "train", "tiny_apn", "--data", str(dataset.folder), "--model.context", "8",
-        "--model.dim", "16", "--model.num-heads", "2", "--train.batch-size", "4",
-        "--train.max-steps", "100000",
-        "--train.eval-interval", "100000", "--train.log-interval", "1", "--train.parallel", "fsdp",
-        "--out", str(run), "--device", "cpu",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--standalone",
+        "-m",
+        "attractor.cli",
+        "train",
+        "tiny_apn",
+        "--data",
+        str(dataset.folder),
+        "--model.context",
+        "8",
+        "--model.dim",
+        "16",
+        "--model.num-heads",
+        "2",
+        "--train.batch-size",
+        "4",
+        "--train.max-steps",
+        "100000",
+        "--train.eval-interval",
+        "100000",
+        "--train.log-interval",
+        "1",
+        "--train.parallel",
+        "fsdp",
+        "--out",
+        str(run),
+        "--device",
+        "cpu",
+    ]
     env = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     with (tmp_path / "log").open("w") as log:
         process = subprocess.Popen(command, env=env, stdout=log, stderr=log)

@@ -246,9 +246,11 @@ def test_consolidation(kind, tmp_path):
     with pytest.raises(ValueError, match="a consolidation waits"):
         learner.consolidate("mail", {"old": text})
     for act in (
-        lambda: learner.forget("mail"), lambda: learner.observe(stream(9)), lambda: learner.drop("mail"),
+        lambda: learner.forget("mail"),
+        lambda: learner.observe(stream(9)),
+        lambda: learner.drop("mail"),
         lambda: learner.rollback("mail", 1),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match="a consolidation waits"):
             act()
     pending.revert()
@@ -273,7 +275,7 @@ def test_consolidation_is_refused_where_it_hurts(home):
         learner.consolidate("d1", {"home": domain(0, 500)})
     assert same(weights(learner.base), base)
     assert "d1" in learner.sources
-    with pytest.raises(ValueError, match="without canaries"):
+    with pytest.raises(ValueError, match="no canaries"):
         learner.consolidate("d1", {})
     with pytest.raises(ValueError, match="there is no overlay 'd9'"):
         learner.consolidate("d9", {"home": domain(0, 500)})
@@ -363,7 +365,7 @@ def test_short_texts_go_on_in_the_overlay_they_opened(home, budget):
     assert learner.totals.updates == 12 * 200 // budget
 
 
-def test_whoever_names_every_source_pays_nothing_for_texts_without_one(home, monkeypatch):
+def test_naming_every_source_costs_nothing_for_texts_without_one(home, monkeypatch):
     learner = GuardedLearner(copy.deepcopy(home), TOKENIZER, by_itself(home).config)
     with monkeypatch.context() as patched:
         patched.setattr(GuardedLearner, "losses", lambda *_: pytest.fail("nobody asked"))

@@ -116,17 +116,29 @@ class TestMethods:
 
     @pytest.mark.parametrize(
         ("method", "keep"),
-        [("basins", "nothing"), ("full", "kl"), ("lora", "replay"), ("apn", "nothing"), ("memory", "nothing"),
-         ("retrieval", "nothing")],
-    )  # fmt: skip
+        [
+            ("basins", "nothing"),
+            ("full", "kl"),
+            ("lora", "replay"),
+            ("apn", "nothing"),
+            ("memory", "nothing"),
+            ("retrieval", "nothing"),
+        ],
+    )
     def test_every_method_learns_and_is_measured(self, method, keep, texts, tmp_path, monkeypatch):
         tokenizer = type("Tokenizer", (), {"encode": staticmethod(encode)})
         monkeypatch.setattr(facts, "load_pretrained", lambda *_, **__: (llama(512), tokenizer))
         lesson = {"passes": 2, "after": 1, "mention": 1, "contexts": 2}
         options = {
-            "texts": texts, "method": method, "keep": keep, "chunks": 2, "windows": 4, "device": "cpu",
-            "lesson": json.dumps(lesson), "result": tmp_path / "cell.json",
-        }  # fmt: skip
+            "texts": texts,
+            "method": method,
+            "keep": keep,
+            "chunks": 2,
+            "windows": 4,
+            "device": "cpu",
+            "lesson": json.dumps(lesson),
+            "result": tmp_path / "cell.json",
+        }
         facts.main(["run", *(str(part) for name, value in options.items() for part in (f"--{name}", value))])
         cell = json.loads((tmp_path / "cell.json").read_text())
         assert cell["facts"] == 2 * 2 * 4 + 2

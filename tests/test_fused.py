@@ -141,11 +141,13 @@ def test_equal_scores_go_to_the_lower_patch():
 @every_dtype
 @pytest.mark.parametrize(
     ("name", "count"),
-    [*((name, count) for name in VARIANTS for count in ((1, 5) if ON_GPU else (5,))),
-     *((name, fused.FEW_TOKENS + 1) for name in VARIANTS),
-     *((name, fused.FEW_TOKENS) for name in (VARIANTS if ON_GPU else ("core",))),
-     *((name, 1) for name in (() if ON_GPU else ("core", "shared decoder", "everything")))],
-)  # fmt: skip
+    [
+        *((name, count) for name in VARIANTS for count in ((1, 5) if ON_GPU else (5,))),
+        *((name, fused.FEW_TOKENS + 1) for name in VARIANTS),
+        *((name, fused.FEW_TOKENS) for name in (VARIANTS if ON_GPU else ("core",))),
+        *((name, 1) for name in (() if ON_GPU else ("core", "shared decoder", "everything"))),
+    ],
+)
 def test_without_gradients(name, count, dtype):
     layer = layer_of(dtype, **VARIANTS[name]).eval()
     x = tokens_of(layer, count)

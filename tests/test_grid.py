@@ -233,7 +233,7 @@ def linger(settings, folder):
     return {}
 
 
-def test_nobody_goes_on_when_the_parent_is_killed(tmp_path):
+def test_workers_end_when_the_parent_is_killed(tmp_path):
     """SIGTERM to the one who asked: its processes end too, whatever they are doing."""
     code = (
         "import sys; sys.path[:0] = sys.argv[2:]\n"
@@ -272,7 +272,7 @@ def where(settings, folder):
     return {"pid": os.getpid(), "threads": torch.get_num_threads()}
 
 
-def test_processes_are_kept_for_whoever_asks_again(tmp_path):
+def test_processes_are_kept_for_the_next_request(tmp_path):
     """The last of these tests: it uses up the processes that the others have kept."""
     idle = KEPT
     (tmp_path / "b").mkdir()

@@ -21,9 +21,14 @@ VOCABULARY, CONTEXT = 11, 32
 def model_of(seed, scale=1.0):
     torch.manual_seed(seed)
     config = GPTConfig(
-        vocab_size=VOCABULARY, context=CONTEXT, num_layers=1, num_heads=1, dim=8, ffn="apn",
+        vocab_size=VOCABULARY,
+        context=CONTEXT,
+        num_layers=1,
+        num_heads=1,
+        dim=8,
+        ffn="apn",
         apn=APNConfig(num_patches=4, top_k=2, rank=2),
-    )  # fmt: skip
+    )
     model = GPT(config)
     with torch.no_grad():
         model.embedding.weight.mul_(scale)
@@ -58,8 +63,14 @@ def text_of(seed, length=CONTEXT, batch=1):
     return torch.from_numpy(np.random.default_rng(seed).integers(0, VOCABULARY, (batch, length)))
 
 
-@given(st.integers(0, 10**6), st.floats(0.1, 60), st.floats(0.01, 0.99), st.floats(0, 0.2),
-       st.integers(1, 40), st.integers(1, 3))  # fmt: skip
+@given(
+    st.integers(0, 10**6),
+    st.floats(0.1, 60),
+    st.floats(0.01, 0.99),
+    st.floats(0, 0.2),
+    st.integers(1, 40),
+    st.integers(1, 3),
+)
 @settings(max_examples=60, deadline=None)
 def test_the_bound_holds_for_any_overlay(seed, scale, prior, switch_rate, window, overlays):
     """Random weights, however sharp: never more than the bound over the base, nor over any overlay."""
@@ -303,7 +314,14 @@ def test_mistakes():
     small = GPT(GPTConfig(vocab_size=7, context=CONTEXT, num_layers=1, num_heads=1, dim=8))
     with pytest.raises(ValueError, match="do not mix"):
         Guard({"base": base, "x": small})
-    for wrong in ({"prior": 0.0}, {"prior": 1.0}, {"switch_rate": 1.0}, {"pause": -1.0}, {"window": 0},
-                  {"pause": 0.1, "switch_rate": 0.1}, {"pause": 40.0}):  # fmt: skip
+    for wrong in (
+        {"prior": 0.0},
+        {"prior": 1.0},
+        {"switch_rate": 1.0},
+        {"pause": -1.0},
+        {"window": 0},
+        {"pause": 0.1, "switch_rate": 0.1},
+        {"pause": 40.0},
+    ):
         with pytest.raises(ValueError):
             Guard({"base": base}, **wrong)

@@ -31,10 +31,17 @@ VARIANTS = {
     "contextual groups": {"prototypes": "contextual", "routing_dim": 6, "routing_groups": 3},
     "layer norm": {"layer_norm": True},
     "everything": {
-        "routing": "dot", "gate": "scalar", "decoder": "shared", "prototypes": "contextual",
-        "routing_groups": 2, "routing_dim": 8, "layer_norm": True, "scale": 0.3, "temperature": 0.5,
+        "routing": "dot",
+        "gate": "scalar",
+        "decoder": "shared",
+        "prototypes": "contextual",
+        "routing_groups": 2,
+        "routing_dim": 8,
+        "layer_norm": True,
+        "scale": 0.3,
+        "temperature": 0.5,
     },
-}  # fmt: skip
+}
 ROUTER_OUTPUTS = ("balance", "entropy", "confidence")
 EXACT_BACKENDS = ("reference", "grouped")  # those that know float64
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -209,9 +216,12 @@ def test_meta_device():
 def test_state_dict_is_a_contract():
     layer = APN(12, num_patches=10, top_k=3, rank=4)
     assert {name: tuple(value.shape) for name, value in layer.state_dict().items()} == {
-        "prototypes": (10, 12), "encoder": (12, 4), "gate_slope": (10, 4), "gate_bias": (10, 4),
+        "prototypes": (10, 12),
+        "encoder": (12, 4),
+        "gate_slope": (10, 4),
+        "gate_bias": (10, 4),
         "decoder": (10, 4, 12),
-    }  # fmt: skip
+    }
 
 
 @every_variant
@@ -478,7 +488,7 @@ def test_a_layer_that_takes_no_longer_than_a_dense_ffn_has_a_shape_that_was_time
         (lambda: APN(8, num_patches=4).set_scale_factor(-1), "factor=-1 must be a number, 0 or more"),
     ],
 )
-def test_mistakes_are_told_where_they_are_made(build, problem):
+def test_mistakes_are_explained_where_they_are_made(build, problem):
     with pytest.raises(ValueError, match=problem):
         build()
 

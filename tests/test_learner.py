@@ -33,9 +33,14 @@ def model_of(seed=0, **apn):
     torch.manual_seed(seed)
     settings = {"num_patches": 12, "top_k": 2, "rank": 4, "temperature": 0.3} | apn
     config = GPTConfig(
-        vocab_size=10, context=CONTEXT, num_layers=2, num_heads=2, dim=16, ffn="apn",
+        vocab_size=10,
+        context=CONTEXT,
+        num_layers=2,
+        num_heads=2,
+        dim=16,
+        ffn="apn",
         apn=APNConfig(**settings),
-    )  # fmt: skip
+    )
     return GPT(config)
 
 
@@ -92,9 +97,11 @@ def same(a, b, key):
 def test_untouched_patches_keep_their_bytes(rule, gates):
     """A hundred updates. Who selected what is found by the model itself, one token at a time."""
     learner = learner_of(
-        apn={"num_patches": 40}, budget=4, gates=GateConfig(**gates),
+        apn={"num_patches": 40},
+        budget=4,
+        gates=GateConfig(**gates),
         update={"train": ("decoders", "gates", "prototypes"), "rule": rule, "weight_decay": 0.1},
-    )  # fmt: skip
+    )
     tokens = stream(600)
     spared = 0
     for start in range(0, len(tokens) - 4, 4):
@@ -208,9 +215,14 @@ def test_pieces_do_not_matter_between_updates(mode):
     learners = []
     for _ in range(2):
         config = GPTConfig(
-            vocab_size=10, context=128, num_layers=2, num_heads=2, dim=16, ffn="apn",
+            vocab_size=10,
+            context=128,
+            num_layers=2,
+            num_heads=2,
+            dim=16,
+            ffn="apn",
             apn=APNConfig(num_patches=12, top_k=2, rank=4, temperature=0.3),
-        )  # fmt: skip
+        )
         torch.manual_seed(0)
         allocation = AllocationConfig(mode=mode, novelty=100.0, window=30, cooldown=1)
         update = UpdateConfig(learning_rate=1e-2)
@@ -373,9 +385,15 @@ def test_growth_in_a_step_with_tokens_waiting():
 def test_mixed_models(tmp_path):
     """APN in one layer, experts in the other."""
     config = GPTConfig(
-        vocab_size=10, context=CONTEXT, num_layers=2, num_heads=2, dim=16, ffn="apn",
-        apn=APNConfig(num_patches=6, top_k=2, rank=4), per_layer={"1": {"ffn": "moe"}},
-    )  # fmt: skip
+        vocab_size=10,
+        context=CONTEXT,
+        num_layers=2,
+        num_heads=2,
+        dim=16,
+        ffn="apn",
+        apn=APNConfig(num_patches=6, top_k=2, rank=4),
+        per_layer={"1": {"ffn": "moe"}},
+    )
     learner = OnlineLearner(GPT(config), TOKENIZER, LearnConfig(budget=8))
     learner.set_background("abcdefghij")
     assert learner.observe(stream(40)).updates == 5
@@ -435,12 +453,17 @@ def test_mistakes():
     with pytest.raises(ValueError, match="below the 12 patches"):
         learner_of(allocation=AllocationConfig(mode="grow", most_patches=3))
     for wrong in (
-        {"budget": 0}, {"max_patches": 0}, {"rate_horizon": 0}, {"scale_factor": -1.0},
-        {"prototype_rate": 1.0}, {"prototype_rate": -0.1},
-        {"update": {"max_change": 0.0}}, {"update": {"max_decoder": -1.0}},
+        {"budget": 0},
+        {"max_patches": 0},
+        {"rate_horizon": 0},
+        {"scale_factor": -1.0},
+        {"prototype_rate": 1.0},
+        {"prototype_rate": -0.1},
+        {"update": {"max_change": 0.0}},
+        {"update": {"max_decoder": -1.0}},
         {"prototype_rate": 0.1, "update": {"train": ("prototypes",)}},
         {"allocation": AllocationConfig(mode="grow"), "update": {"train": ("gates",)}},
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError):
             learner_of(**wrong)
     for wrong in ({"min_entropy": -1.0}, {"min_entropy": 2.0, "max_entropy": 1.0}, {"max_surprise": 0.0}):

@@ -33,9 +33,10 @@ STAGES = {
 def test_all_or_nothing(stage, pending, monkeypatch):
     """A failure at any stage leaves model, optimizer, counters and waiting tokens as they were."""
     learner = learner_of(
-        budget=12, prototype_rate=0.05,
+        budget=12,
+        prototype_rate=0.05,
         allocation=AllocationConfig(mode="grow", novelty=100.0, window=1, cooldown=13),
-    )  # fmt: skip
+    )
     learner.observe(stream(25))
     assert learner.totals.updates == 2
     assert learner.totals.allocations == 2  # once in both layers
@@ -154,13 +155,18 @@ def test_files(mode, tmp_path):
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda state: state.pop("totals"), lambda state: state.update(history=[10**6]),
-        lambda state: state.update(history="x"), lambda state: state["totals"].update(tokens=-1),
-        lambda state: state["totals"].update(surprise=[1]), lambda state: state.update(unfamiliar={"0": "a"}),
-        lambda state: state.update(most={"0": 1.5, "1": 1}), lambda state: state.update(notes=3),
-        lambda state: state["config"].update(budget=-4), lambda state: state.update(config=7),
+        lambda state: state.pop("totals"),
+        lambda state: state.update(history=[10**6]),
+        lambda state: state.update(history="x"),
+        lambda state: state["totals"].update(tokens=-1),
+        lambda state: state["totals"].update(surprise=[1]),
+        lambda state: state.update(unfamiliar={"0": "a"}),
+        lambda state: state.update(most={"0": 1.5, "1": 1}),
+        lambda state: state.update(notes=3),
+        lambda state: state["config"].update(budget=-4),
+        lambda state: state.update(config=7),
     ],
-)  # fmt: skip
+)
 def test_damaged_learners_are_refused(damage, tmp_path):
     learner = learner_of()
     learner.observe(stream(40))

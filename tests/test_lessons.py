@@ -292,9 +292,14 @@ def test_of_two_answers_to_a_prompt_the_newer_one_stays():
 def llama(positions: int = 128) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4,
-        num_key_value_heads=4, max_position_embeddings=positions,
-    )  # fmt: skip
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=positions,
+    )
     return LlamaForCausalLM(config).eval()
 
 

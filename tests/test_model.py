@@ -65,10 +65,13 @@ def test_dense_model_equals_torch(bias):
             dtype=torch.float64,
         ).eval()
         pairs = {
-            "self_attn.in_proj_": block.attention.qkv, "self_attn.out_proj.": block.attention.out,
-            "linear1.": block.ffn.up, "linear2.": block.ffn.out,
-            "norm1.": block.norm_1, "norm2.": block.norm_2,
-        }  # fmt: skip
+            "self_attn.in_proj_": block.attention.qkv,
+            "self_attn.out_proj.": block.attention.out,
+            "linear1.": block.ffn.up,
+            "linear2.": block.ffn.out,
+            "norm1.": block.norm_1,
+            "norm2.": block.norm_2,
+        }
         state = {prefix + name: p for prefix, part in pairs.items() for name, p in part.named_parameters()}
         layer.load_state_dict(state)
         layers.append(layer)
@@ -259,9 +262,12 @@ def test_contradictions_in_a_model(changes, message):
 
 def test_settings_reach_the_kind_that_reads_them():
     config = dataclasses.replace(
-        MIXTURE, ffn="moe", moe=MoEConfig(num_experts=4, top_k=3, capacity_factor=2.0), num_layers=3,
+        MIXTURE,
+        ffn="moe",
+        moe=MoEConfig(num_experts=4, top_k=3, capacity_factor=2.0),
+        num_layers=3,
         per_layer={"1": {"ffn": "switch", "num_experts": 6}, "2": {"hidden": 48, "noise": False}},
-    )  # fmt: skip
+    )
     first, second, third = (config.ffn_of(layer) for layer in range(3))
     assert first == ("moe", MoEConfig(num_experts=4, top_k=3))
     assert second == ("switch", MoEConfig(num_experts=6, top_k=1, noise=False, capacity_factor=2.0))
@@ -280,9 +286,11 @@ def test_a_configuration_from_before_the_mixtures_still_loads():
 
 
 MIXED = dataclasses.replace(
-    MIXTURE, num_layers=4, dropout=0.1,
+    MIXTURE,
+    num_layers=4,
+    dropout=0.1,
     per_layer={"1": {"ffn": "apn"}, "2": {"ffn": "moe", "top_k": 1}, "3": {"ffn": "switch"}},
-)  # fmt: skip
+)
 
 
 def test_every_kind_in_one_model(tmp_path):

@@ -189,7 +189,7 @@ def test_an_earlier_token_never_depends_on_a_later_one():
     assert torch.equal(layer(x)[:9], layer(changed)[:9])
 
 
-def test_after_training_everybody_is_served():
+def test_after_training_every_token_is_served():
     layer = build(Switch, capacity_factor=0.5).eval()
     x = torch.randn(20, 6, dtype=torch.float64)
     torch.testing.assert_close(layer(x), torch.cat([layer(token) for token in x.split(1)]))

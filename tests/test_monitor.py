@@ -99,10 +99,16 @@ def test_summary_by_hand():
     q = np.array([60, 101, 0, 41, 0]) / 202
     entropy = -(q[q > 0] * np.log(q[q > 0])).sum()
     expected = {
-        "tokens": 101, "unrouted_tokens": 0, "usage_entropy": entropy, "effective_patches": np.exp(entropy),
-        "dead_patches": 2, "max_usage": 0.5, "balance_loss": 0.25, "weight_entropy": 0.7,
+        "tokens": 101,
+        "unrouted_tokens": 0,
+        "usage_entropy": entropy,
+        "effective_patches": np.exp(entropy),
+        "dead_patches": 2,
+        "max_usage": 0.5,
+        "balance_loss": 0.25,
+        "weight_entropy": 0.7,
         "mean_overlap": (60 * 59 + 101 * 100 + 41 * 40) / (101 * 100),
-    }  # fmt: skip
+    }
     for name, factor in (("confidence", 1), ("update_norm", 2), ("update_ratio", 0.5)):
         for part, value in (("mean", 50), ("p05", 5), ("p50", 50), ("p95", 95), ("max", 100)):
             expected[f"{name}_{part}"] = factor * value

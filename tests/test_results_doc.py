@@ -7,11 +7,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from made_up_results import FORGETTING, MATCH, RETROFIT, ROOT, SHIFTS, Page, put, undrawn
+from made_up_results import FACTS, FORGETTING, LAYER, MATCH, RETROFIT, ROOT, SHIFTS, Page, put, undrawn
 
 from studies import __main__ as cli
 from studies.report import markdown as results_doc
 from studies.report import page
+from studies.report.questions import QUESTIONS
 from studies.report.readings import Result, read
 from studies.report.tables import Cell, Column, Table, markdown, number
 
@@ -66,12 +67,12 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert cli.main(command) == 0
     assert "docs/results.md" in capsys.readouterr().out
     text = Path("docs/results.md").read_text()
-    assert text.split("\n\n")[1].startswith(
-        "This page is generated from the JSON of results by `python -m studies report "
-    )
-    assert " ".join(command) in text
-    for target in re.findall(r"\]\(([^)#:]+)\)", text):
-        assert (Path("docs") / target).is_file(), target
+    assert f"generated from the JSON of results by `python -m studies {' '.join(command)}`" in text
+    pages = {page: page.read_text() for page in Path("docs").rglob("*.md")}
+    assert {page.name for page in pages} == {"results.md", "shifts.md", "forgetting.md", "match.md"}
+    for page_, written in pages.items():
+        for target in re.findall(r"\]\(([^)#:]+)\)", written):
+            assert (page_.parent / target).is_file(), target
     figures = {path: path.read_bytes() for path in Path("docs/figures").iterdir()}
     assert len(figures) == 7
     for drawn in figures.values():
@@ -83,14 +84,19 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     said = "APN forgets less.\n\n- And that is *all*: `<b>`."
     by_hand = text.replace(results_doc.NOTHING_YET, said)
     Path("docs/results.md").write_text(by_hand)
+    Path("docs/results/match.md").write_text(
+        pages[Path("docs/results/match.md")].replace(results_doc.NOTHING_YET, "Level.")
+    )
     monkeypatch.setattr(page, "render", lambda results: "")  # it has been drawn
     assert cli.main(command) == 0
     assert Path("docs/results.md").read_text() == by_hand  # what was said stays, the rest is the same again
+    assert "\nLevel.\n" in Path("docs/results/match.md").read_text()
     assert {path: path.read_bytes() for path in Path("docs/figures").iterdir()} == figures
 
-    Path("docs/results.md").write_text(by_hand.replace(results_doc.END, ""))
-    assert cli.main(command) == 1
-    assert said in Path("docs/results.md").read_text()
+    for damaged in (by_hand.replace(results_doc.END, ""), by_hand.replace("hand: What", "hand: Why"), said):
+        Path("docs/results.md").write_text(damaged)
+        assert cli.main(command) == 1
+        assert Path("docs/results.md").read_text() == damaged
 
 
 def test_figures_of_two_results_do_not_collide(tmp_path, no_charts):
@@ -108,13 +114,15 @@ def test_no_table_stands_twice(tmp_path, no_charts):
     more["shifts"]["old"]["one more"] = copy.deepcopy(rows)
     paths = put(tmp_path, shifts=SHIFTS, more=more)
     files = results_doc.render([read(path) for path in paths], tmp_path / "r.md", tmp_path / "r.html")
-    captions = [line for line in files[tmp_path / "r.md"].splitlines() if line.endswith(":")]
-    assert captions.count(f"old \u2192 {shift}:") == captions.count("old \u2192 one more:") == 1
-    assert f"stand above: {shift}" in files[tmp_path / "r.md"]
+    first, second = (files[tmp_path / "r" / f"{name}.md"] for name in ("shifts", "more"))
+    assert f"\nold \u2192 {shift}:" in first
+    assert f"\nold \u2192 {shift}:" not in second
+    assert "\nold \u2192 one more:" in second
+    assert f"old \u2192 {shift} stands on [another page](shifts.md)" in second
     more["shifts"]["old"][shift][next(iter(rows))]["bytes"] += 1  # no longer the same
     put(tmp_path, more=more)
     files = results_doc.render([read(path) for path in paths], tmp_path / "r.md", tmp_path / "r.html")
-    assert files[tmp_path / "r.md"].count(f"\nold \u2192 {shift}:") == 2
+    assert f"\nold \u2192 {shift}:" in files[tmp_path / "r" / "more.md"]
 
 
 def test_no_machine_paths(tmp_path, no_charts):
@@ -128,8 +136,9 @@ def test_no_machine_paths(tmp_path, no_charts):
 def test_markdown_has_the_numbers_and_no_html(tmp_path, no_charts):
     (path,) = put(tmp_path, shifts=SHIFTS)
     files = results_doc.render([read(path)], tmp_path / "results.md", tmp_path / "report.html")
-    text = files[tmp_path / "results.md"]
-    assert not re.search(r"(?<!\\)<(?!!--)", text)
+    text = files[tmp_path / "results" / "shifts.md"]
+    for written in files.values():
+        assert written == "<svg/>" or not re.search(r"(?<!\\)<(?!!--)", written)
     rows = [line for line in text.splitlines() if line.startswith("| APN, overlay + all |")]
     told = SHIFTS["shifts"]["old"]["new"]["APN, overlay + all"]
     assert any(f"| {told['alone']['B']:.3f} | {told['guarded']['B']:.3f} |" in row for row in rows)
@@ -147,14 +156,26 @@ def test_a_cell_cannot_break_its_table():
 
 
 def test_the_committed_page_is_what_the_committed_results_say(no_charts, monkeypatch):
-    """Byte for byte: whoever changes a table, a figure's name or a result generates the page again."""
+    """Byte for byte: a change to a table, to the name of a figure or to a result needs the pages again."""
     monkeypatch.chdir(ROOT)
     docs = Path("docs/results.md")
     words = re.search(r"`python -m studies report (.*?)`", docs.read_text())[1].split()
     results = [read(Path(word)) for word in words if word.startswith("results/")]
     files = results_doc.render(results, docs, Path("report.html"))
-    assert files.pop(docs) == docs.read_text()
+    pages = {path: files.pop(path) for path in list(files) if path.suffix == ".md"}
+    assert pages == {path: path.read_text() for path in (docs, *Path("docs/results").iterdir())}
     assert {path.name for path in files} == {path.name for path in Path("docs/figures").iterdir()}
+    assert results_doc.NOTHING_YET not in "".join(pages.values())
+    questions = [line for line in pages[docs].splitlines() if line.startswith("## ")]
+    assert len(questions) == len(QUESTIONS) + 1
+    assert len(pages[docs].splitlines()) < 250  # a person reads it
+
+
+def test_links_between_the_committed_pages_lead_somewhere():
+    pages = [ROOT / "docs" / "results.md", *(ROOT / "docs" / "results").iterdir()]
+    for written in pages:
+        for target in re.findall(r"\]\(([^)#:]+)", written.read_text()):
+            assert (written.parent / target).exists(), f"{written.name}: {target}"
 
 
 def test_retrofits(tmp_path):
@@ -166,4 +187,32 @@ def test_retrofits(tmp_path):
     assert "smollm2-135m learns law: perplexity before 45.678; retained news 21.500" in text
     (tmp_path / "retrofit.json").write_text(json.dumps(RETROFIT))
     files = results_doc.render([read(tmp_path / "retrofit.json")], tmp_path / "r.md", tmp_path / "r.html")
-    assert "1.0375" in files[tmp_path / "r.md"]
+    assert "1.0375" in files[tmp_path / "r" / "retrofit.md"]
+
+
+def test_questions_are_answered_from_their_studies_alone(tmp_path, no_charts):
+    def asked(**results):
+        files = results_doc.render(
+            [read(path) for path in put(tmp_path, **results)], tmp_path / "r.md", Path("x")
+        )
+        return files[tmp_path / "r.md"]
+
+    text = asked(facts=FACTS)
+    assert "| lessons in basins | 2 | 97.5% | 98.5% | +0.025% |" in text
+    assert "| full, \\<kl> | 1 | 5.0% | \u2013 | +425% |" in text
+    assert (
+        "| capitals of other countries, after 15 wrong ones were taught | 60.0% | 87.5% | the base |" in text
+    )
+    assert "Is it fast?" not in text
+    text = asked(layer=LAYER, match=MATCH)
+    assert "| d = 8, 512 tokens, 4 of 16, rank 2 | \u2013 | 1.25 |" in text
+    assert "| \\<apn> | \u2013 | 1.50 | +0.000 |" in text
+    assert "taught facts" not in text
+
+
+def test_facts_in_full(tmp_path):
+    (found,) = Page(page.render([Result(tmp_path / "facts.json", FACTS)])).tables
+    rows = {row[0][0]: [cell for cell, _ in row[1:]] for row in found["rows"]}
+    assert rows["chunks taught"] == ["2", "\u2013"]
+    assert rows["first chunk"] == ["0.9750 0.9650 to 0.9850", "0.0500"]
+    assert rows["bytes per fact"][1] == "\u2013"

@@ -296,7 +296,7 @@ def test_what_is_not_finite_is_said_and_not_drawn(figures):
     assert "nan" not in text.lower()
 
 
-def test_where_dense_full_gained_nothing_nobody_has_a_share_of_it(figures):
+def test_where_dense_full_gained_nothing_there_is_no_share_of_it(figures):
     values = json.loads(json.dumps(SHIFTS))
     for row in values["shifts"]["old"]["new"].values():
         row["full_gained"] = 0.0

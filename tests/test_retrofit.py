@@ -93,7 +93,7 @@ def test_replaced_layers_learn(family):
     assert all(parameter.grad is None for parameter in net.model.parameters())
 
 
-def test_misspelt_options_are_told():
+def test_misspelt_options_are_named():
     with pytest.raises(TypeError, match=r"unknown options \['Mode', 'layer'\]; there are: layers, mode"):
         attractor.retrofit(tiny("llama"), SMALL, layer=[0], Mode="replace")
     for config in ({}, 0, {"num_patches": 4}):
@@ -109,7 +109,7 @@ def test_a_pickled_retrofit_works(family):
     assert torch.equal(logits(again.unload()), logits(tiny(family)))
 
 
-def test_whoever_was_unloaded_leaves_the_model_alone():
+def test_an_unloaded_retrofit_leaves_the_model_alone():
     model = tiny("llama")
     old = attractor.retrofit(model, SMALL)
     old.unload()

@@ -49,15 +49,27 @@ def folder(tmp_path_factory, text):
     transformers.PreTrainedTokenizerFast(tokenizer_object=library).save_pretrained(place)
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
-        vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
         max_position_embeddings=128,
-    )  # fmt: skip
+    )
     transformers.LlamaForCausalLM(config).save_pretrained(place)
     return place
 
 
-OPTIONS = ("--steps", "8", "--batch-size", "4", "--context", "16", "--learning-rate", "0.01",
-           "--num-patches", "8", "--rank", "4", "--device", "cpu")  # fmt: skip
+SETTINGS = {
+    "steps": "8",
+    "batch-size": "4",
+    "context": "16",
+    "learning-rate": "0.01",
+    "num-patches": "8",
+    "rank": "4",
+    "device": "cpu",
+}
+OPTIONS = [word for option, value in SETTINGS.items() for word in (f"--{option}", value)]
 
 
 def test_the_command_teaches_and_saves(folder, text, tmp_path, capsys):
@@ -91,7 +103,7 @@ def test_the_command_teaches_and_saves(folder, text, tmp_path, capsys):
         (("--data", "no-such-file.txt"), "no corpus, file, folder or glob"),
     ],
 )
-def test_mistakes_are_told(folder, text, tmp_path, capsys, changes, message):
+def test_mistakes_are_explained(folder, text, tmp_path, capsys, changes, message):
     arguments = [
         "retrofit",
         str(folder),
@@ -140,9 +152,16 @@ def test_teaching_stops_politely_and_keeps_the_best(folder, text):
     causal, kept, asked = CausalLM(net, context=16), [], iter([False] * 5 + [True])
     tokens = tokenizer.encode(text.read_text())
     done = teach(
-        causal, net.trainable_parameters(), tokens[:-200], tokens[-200:], steps=50, batch_size=2,
-        learning_rate=1e-2, keep=lambda: kept.append(1), stop=lambda: next(asked),
-    )  # fmt: skip
+        causal,
+        net.trainable_parameters(),
+        tokens[:-200],
+        tokens[-200:],
+        steps=50,
+        batch_size=2,
+        learning_rate=1e-2,
+        keep=lambda: kept.append(1),
+        stop=lambda: next(asked),
+    )
     assert done["stopped"]
     assert done["steps"] == 5
     assert len(kept) >= 1
@@ -162,9 +181,15 @@ def test_a_model_ends_as_it_was_at_its_best(folder, text, monkeypatch):
         kept.append([parameter.detach().clone() for parameter in net.trainable_parameters()])
 
     done = teach(
-        CausalLM(net, context=16), net.trainable_parameters(), tokens[:-200], tokens[-200:], steps=8,
-        batch_size=2, learning_rate=1e-2, keep=keep,
-    )  # fmt: skip
+        CausalLM(net, context=16),
+        net.trainable_parameters(),
+        tokens[:-200],
+        tokens[-200:],
+        steps=8,
+        batch_size=2,
+        learning_rate=1e-2,
+        keep=keep,
+    )
     assert (done["best"], done["best_step"], len(kept)) == (1.0, 4, 3)
     assert all(map(torch.equal, kept[-1], net.trainable_parameters()))
     assert not all(map(torch.equal, kept[-2], net.trainable_parameters()))
@@ -185,7 +210,7 @@ def test_ctrl_c_keeps_what_is_best_so_far(folder, text, tmp_path, monkeypatch):
     attractor.load_retrofit(load_pretrained(folder)[0], tmp_path / "out" / "adapter")
 
 
-def test_whoever_is_killed_leaves_what_can_be_served(folder, text, tmp_path, monkeypatch):
+def test_a_killed_run_leaves_what_can_be_served(folder, text, tmp_path, monkeypatch):
     class Killed(Batches):
         def __next__(self):
             raise KeyboardInterrupt  # as by a second Ctrl-C
@@ -234,8 +259,12 @@ def test_smollm2_is_cached_and_checked(tmp_path, monkeypatch):
 def test_the_experiment(folder, text, tmp_path, monkeypatch):
     """Full fine-tuning, PEFT's LoRA and APN: each alone and behind the guard, once and not again."""
     pytest.importorskip("peft")
-    options = {"model": str(folder), "domains": {"new": str(text)}, "retained": {"old": str(text)},
-               "device": "cpu"}  # fmt: skip
+    options = {
+        "model": str(folder),
+        "domains": {"new": str(text)},
+        "retained": {"old": str(text)},
+        "device": "cpu",
+    }
     values = experiment.run("smoke", tmp_path, tmp_path / "result.json", **options)
     assert values["domains"]["new"].keys() == set(experiment.METHODS)
     for method, row in values["domains"]["new"].items():

@@ -58,9 +58,11 @@ def test_a_retrofit_says_where_its_base_was_loaded_from(tmp_path, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_variant_comes_back(dtype, tmp_path):
     variants = [
-        {"decoder": "shared"}, {"gate": "scalar", "layer_norm": True}, {"prototypes": "contextual"},
+        {"decoder": "shared"},
+        {"gate": "scalar", "layer_norm": True},
+        {"prototypes": "contextual"},
         {"routing": "dot", "init": "paper"},
-    ]  # fmt: skip
+    ]
     for number, variant in enumerate(variants):
         config = APNConfig(num_patches=4, top_k=2, rank=4, **variant)
         net = attractor.retrofit(tiny("gpt2", torch.bfloat16), config, dtype=dtype)
@@ -298,7 +300,7 @@ def test_saving_replaces_retrofits_and_nothing_else(saved, monkeypatch):
         raise files.SafetensorError("no space left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "save_file", full)
+        patch.setattr("safetensors.torch.save_file", full)
         with pytest.raises(OSError, match="no space left"):
             net.save_pretrained(saved)
     assert (saved / files.WEIGHTS).read_bytes() == before

@@ -65,9 +65,13 @@ def test_layers_that_are_not_there(layers, message):
 def test_unknown_architecture_lists_candidates_and_takes_a_pattern():
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
         is_decoder=True,
-    )  # fmt: skip
+    )
     model = transformers.BertLMHeadModel(config).eval()
     with pytest.raises(ValueError, match=r"no FFNs that are known.*'bert.encoder.layer.\*.attention' \(2\)"):
         attractor.retrofit(model, SMALL)
@@ -119,19 +123,30 @@ def test_two_lists_of_blocks_are_not_guessed_between():
 
 def test_of_a_model_that_sees_what_reads_is_found():
     text = COMMON | GATED | {"query_pre_attn_scalar": 8}
-    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-              "image_size": 28, "patch_size": 14}  # fmt: skip
+    vision = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": 28,
+        "patch_size": 14,
+    }
     config = transformers.Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=63,
-        boi_token_index=61, eoi_token_index=62,
-    )  # fmt: skip
+        text_config=text,
+        vision_config=vision,
+        mm_tokens_per_image=4,
+        image_token_index=63,
+        boi_token_index=61,
+        eoi_token_index=62,
+    )
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     tokens = some_tokens() % 60
     expected = logits(model, tokens)
     net = attractor.retrofit(model, SMALL)
     assert [site.place.name for site in net.sites.values()] == [
-        "model.language_model.layers.0.mlp", "model.language_model.layers.1.mlp"
-    ]  # fmt: skip
+        "model.language_model.layers.0.mlp",
+        "model.language_model.layers.1.mlp",
+    ]
     assert torch.equal(logits(net, tokens), expected)
     assert not torch.equal(logits(teach(net), tokens), expected)
     assert torch.equal(logits(net.unload(), tokens), expected)

@@ -80,8 +80,9 @@ def test_a_sample_of_texts():
     attractor.retrofit(tiny("gpt2"), SMALL, prototypes="kmeans", sample=long, tokenizer=Letters())
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("gpt2", torch.float32), ("olmo2", torch.float32),
-                                               ("bloom", torch.bfloat16)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("gpt2", torch.float32), ("olmo2", torch.float32), ("bloom", torch.bfloat16)]
+)
 def test_distilling_reduces_the_error(family, dtype):
     config = APNConfig(num_patches=8, top_k=4, rank=32)
     sample = some_tokens(32, 32)
@@ -102,9 +103,14 @@ def test_a_float32_layer_in_place_of_a_bfloat16_ffn(family):
     sample = some_tokens(4, 16)
     for prototypes in ("random", "kmeans"):
         net = attractor.retrofit(
-            tiny(family, torch.bfloat16), SMALL, mode="replace", prototypes=prototypes, sample=sample,
-            steps=2, dtype=torch.float32,
-        )  # fmt: skip
+            tiny(family, torch.bfloat16),
+            SMALL,
+            mode="replace",
+            prototypes=prototypes,
+            sample=sample,
+            steps=2,
+            dtype=torch.float32,
+        )
         assert {parameter.dtype for parameter in net.trainable_parameters()} == {torch.float32}
         seen = []
         place = net.sites[0].place

@@ -99,9 +99,17 @@ class Rows(torch.utils.data.Dataset):
 
 def trainer(net, folder, *, steps=4, callbacks=(), **options):
     arguments = transformers.TrainingArguments(
-        output_dir=str(folder), max_steps=steps, per_device_train_batch_size=4, learning_rate=0.05,
-        logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, save_steps=2, **options,
-    )  # fmt: skip
+        output_dir=str(folder),
+        max_steps=steps,
+        per_device_train_batch_size=4,
+        learning_rate=0.05,
+        logging_steps=1,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        save_steps=2,
+        **options,
+    )
     return transformers.Trainer(
         model=net, args=arguments, train_dataset=Rows(), eval_dataset=Rows(), callbacks=list(callbacks)
     )

@@ -25,6 +25,12 @@ def run(*arguments):
         return stop.code
 
 
+def train(options):
+    """Train a tiny model on a.txt, by the command line."""
+    size = "--model.context 8 --model.dim 16 --model.num-layers 2 --train.batch-size 4 --device cpu"
+    return run("train", "tiny_apn", "--data", "a.txt", *size.split(), *options.split())
+
+
 def log_of(folder):
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
@@ -38,7 +44,11 @@ def test_adapt(tmp_path):
     assert sum(record["updates"] for record in records) == learner.totals.updates
     assert [record["source"] for record in records] == ["first"] * 3 + ["second"] * 2
     assert records[-1]["canary"] != summary["canary_before"]
-    assert summary["losses"].keys() == {"first", "second"}
+    losses = [record["loss"] for record in records]
+    assert summary["losses"] == {
+        "first": {"first": losses[0], "last": losses[1]},  # four tokens at the end are no piece
+        "second": {"first": losses[3], "last": losses[3]},
+    }
     assert not summary["interrupted"]
     assert_same(state_of(OnlineLearner.load(tmp_path / "learner")), state_of(learner))
 
@@ -64,8 +74,11 @@ def test_stopped_and_resumed_is_the_same(tmp_path):
     assert log_of(tmp_path / "part") == log_of(tmp_path / "whole")
     assert_same(state_of(loaded), state_of(whole))
     again = OnlineLearner.load(tmp_path / "part" / "learner")
-    for wrong in ({"third": stream(9)}, {"second": texts["second"], "first": texts["first"]},
-                  {**texts, "first": stream(100, seed=5)}):  # fmt: skip
+    for wrong in (
+        {"third": stream(9)},
+        {"second": texts["second"], "first": texts["first"]},
+        {**texts, "first": stream(100, seed=5)},
+    ):
         with pytest.raises(ValueError, match="resume with the same texts"):
             adapt(again, wrong, tmp_path / "part", canary=stream(50, seed=2))
     with pytest.raises(ValueError, match="another canary"):
@@ -100,11 +113,7 @@ def trained(tmp_path_factory):
     (folder / "b.txt").write_text("that is the question: to be or not to be?\n" * 30)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        assert run(
-            "train", "tiny_apn", "--data", "a.txt", "--model.context", 8, "--model.dim", 16,
-            "--model.num-layers", 2, "--train.max-steps", 10, "--train.batch-size", 4,
-            "--train.eval-interval", 5, "--device", "cpu", "--out", "run",
-        ) == 0  # fmt: skip
+        assert train("--train.max-steps 10 --train.eval-interval 5 --out run") == 0
     return folder
 
 
@@ -161,7 +170,7 @@ def test_mistakes_are_messages(run_folder, arguments, message, capsys):
     assert not (run_folder / "run-adapted").exists()
 
 
-def test_dense_models_are_told_apart(run_folder, capsys):
+def test_dense_models_are_refused(run_folder, capsys):
     from attractor.config import GPTConfig
 
     GPT(GPTConfig(vocab_size=5, context=8, num_layers=1, num_heads=1, dim=8)).save_pretrained("dense")
@@ -270,11 +279,7 @@ def test_guard_settings_need_the_guard(run_folder, capsys):
 
 def test_unlabelled(run_folder, capsys):
     options = ("--guard", "--unlabelled", "--device", "cpu")
-    assert run(
-        "train", "tiny_apn", "--data", "a.txt", "--model.context", 8, "--model.dim", 16,
-        "--model.num-layers", 2, "--train.max-steps", 150, "--train.batch-size", 4, "--train.learning-rate",
-        "1e-2", "--device", "cpu", "--out", "taught",
-    ) == 0  # fmt: skip
+    assert train("--train.max-steps 150 --train.learning-rate 1e-2 --out taught") == 0
     (run_folder / "c.txt").write_text("q,qq,,qnq,uq,n" * 600)
     rate = ("--update.learning-rate", "1e-2", "--max-overlays", 1)  # two texts, one of which is the base's
     assert run("adapt", "taught", "--data", "c.txt", "a.txt", "--guard", "--device", "cpu", *rate) == 1

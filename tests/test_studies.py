@@ -88,7 +88,7 @@ def test_mistakes_are_messages(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_who_stops_is_told_that_nothing_is_lost(monkeypatch, capsys):
+def test_a_stopped_study_says_that_nothing_is_lost(monkeypatch, capsys):
     def interrupted(self):
         raise KeyboardInterrupt
 

@@ -18,9 +18,16 @@ VOCABULARY, CONTEXT = 13, 24
 def base_of(seed=0, sharpness=1.0, **changes):
     torch.manual_seed(seed)
     config = GPTConfig(
-        vocab_size=VOCABULARY, context=CONTEXT, num_layers=3, num_heads=2, dim=8, ffn="apn",
-        apn=APNConfig(num_patches=6, top_k=2, rank=4), per_layer={"1": {"ffn": "mlp"}}, **changes,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        context=CONTEXT,
+        num_layers=3,
+        num_heads=2,
+        dim=8,
+        ffn="apn",
+        apn=APNConfig(num_patches=6, top_k=2, rank=4),
+        per_layer={"1": {"ffn": "mlp"}},
+        **changes,
+    )
     model = GPT(config)
     with torch.no_grad():
         model.embedding.weight.mul_(sharpness)

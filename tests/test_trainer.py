@@ -32,13 +32,19 @@ FORKS.set_forkserver_preload(["attractor.trainer", "torch._inductor.compile_fx",
 
 CONFIG = RunConfig(
     model=GPTConfig(
-        vocab_size=27, context=8, num_layers=2, num_heads=2, dim=16, dropout=0.1, ffn="apn",
+        vocab_size=27,
+        context=8,
+        num_layers=2,
+        num_heads=2,
+        dim=16,
+        dropout=0.1,
+        ffn="apn",
         apn=APNConfig(num_patches=6, top_k=2, rank=4, patch_dropout=0.1),
     ),
     train=TrainConfig(
         max_steps=12, batch_size=4, warmup_steps=2, eval_interval=4, checkpoint_interval=3, log_interval=1
     ),
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +213,7 @@ def test_a_crash_while_saving_keeps_the_old_checkpoint(dataset, tmp_path, monkey
     trainer.run()
     before = weights(tmp_path)
     trainer.step = 4
-    for module, broken in ((checkpoint, "save_file"), (files, "_flush"), (os, "rename")):
+    for module, broken in ((checkpoint, "save_tensors"), (files, "_flush"), (os, "rename")):
         with monkeypatch.context() as patch:
             patch.setattr(module, broken, _disk_full)
             with pytest.raises(OSError, match="No space left"):

@@ -63,7 +63,7 @@ def test_untaught_patches_keep_their_bytes(variant, rule):
 
 
 @pytest.mark.parametrize("rule", ["sgd", "adamw"])
-def test_what_an_attempt_changed_is_told_by_what_it_overwrote(rule):
+def test_what_an_attempt_changed_is_known_by_what_it_overwrote(rule):
     """Several steps, a patch that is made anew, growth: the rows that were written, as they are now."""
     layer = build(num_patches=8, top_k=2)
     trained = (*EVERYTHING_BY_PATCH, "encoder")
@@ -212,8 +212,11 @@ def test_caps(max_change, max_decoder, rule):
     taught = torch.tensor([0, 2])
     start = copy.deepcopy(layer)
     largest = update.step({0: taught})[0]
-    moved = [(a - b)[taught].flatten(1) for a, b in zip(layer.parameters(), start.parameters(), strict=True)
-             if a.shape[0] == layer.num_patches]  # fmt: skip
+    moved = [
+        (a - b)[taught].flatten(1)
+        for a, b in zip(layer.parameters(), start.parameters(), strict=True)
+        if a.shape[0] == layer.num_patches
+    ]
     assert largest == pytest.approx(float(torch.cat(moved, 1).detach().norm(dim=1).max()), rel=1e-4, abs=1e-6)
     assert (layer.decoder[taught].flatten(1).norm(dim=1) <= max_decoder * (1 + 1e-5)).all()
     changes = [
@@ -262,8 +265,11 @@ def test_used_patches_of_unequal_layers():
     for number, found in stats.items():
         slots = [*itertools.product(range(3), range(5), range(found.indices.shape[-1]))]
         seen = [int(found.indices[slot]) for slot in slots if counted[slot[:2]]]
-        taught = {int(found.indices[slot]) for slot in slots
-                  if counted[slot[:2]] and admitted[slot[:2]] and found.weights[slot] > 0}  # fmt: skip
+        taught = {
+            int(found.indices[slot])
+            for slot in slots
+            if counted[slot[:2]] and admitted[slot[:2]] and found.weights[slot] > 0
+        }
         assert counts[number].tolist() == [seen.count(patch) for patch in range(found.num_patches)]
         assert chosen[number].nonzero().flatten().tolist() == sorted(taught - {-1})
 

@@ -92,9 +92,9 @@ GROUPS: dict[str, dict[str, Verb]] = {
             "Answer requests over HTTP, and learn while doing so.",
             "serve runs/tiny_apn --learn",
         ),
-        "keys": Verb("serve", "Keys", "Make a key for a server.", "keys keys.json --scopes generate learn"),
+        "keys": Verb("store", "Keys", "Make a key for a server.", "keys keys.json --scopes generate learn"),
         "store": Verb(
-            "serve",
+            "store",
             "StoreCommand",
             "Check, list or copy what a server keeps.",
             "store verify runs/tiny_apn-served",
@@ -192,7 +192,7 @@ def _kind(command: Any) -> Any:
 
 
 def _default(command: Any) -> dict[str, Any]:
-    """Of a ready-made command, itself: what is not typed stays as it is there."""
+    """Make a ready-made command the default: what is not typed stays as it is there."""
     return {} if isinstance(command, type | dict) else {"default": command}
 
 

@@ -24,7 +24,7 @@ class BenchLayer:
     rounds: int = 1
     """Take turns this often and give medians; 3 or more on a machine that does other work."""
     json: JSONFile = None
-    """Where the JSON goes."""
+    """The file that the JSON is written to."""
 
     def run(self) -> None:
         from attractor import bench, distributed
@@ -49,7 +49,7 @@ class BenchTrain:
     device: Device = None
     """cpu, cuda, cuda:1, ..."""
     json: JSONFile = None
-    """Where the JSON goes."""
+    """The file that the JSON is written to."""
 
     def run(self) -> None:
         from attractor import bench, distributed
@@ -72,7 +72,7 @@ class BenchDecode:
     device: Device = None
     """cpu, cuda, cuda:1, ..."""
     json: JSONFile = None
-    """Where the JSON goes."""
+    """The file that the JSON is written to."""
 
     def run(self) -> None:
         import torch

@@ -23,7 +23,7 @@ INTERRUPTED = 75
 
 
 def otherwise(what: str, shown: str) -> Any:
-    """For an option whose default says nothing: what happens then, and what is shown in place of its type."""
+    """Describe an option whose default says nothing: what happens then, and the word for its value."""
 
     def hint(default: str) -> str:
         return f"(default: {what if default in ('None', '') else default})"
@@ -40,7 +40,7 @@ Kind = type[Exception]
 
 
 def mistakes() -> tuple[Kind, Kind, Kind, Kind, Kind]:
-    """What a person is told in a line, and not by a traceback."""
+    """The exceptions that are shown as one line and not as a traceback."""
     from attractor.continual.update import NotFiniteUpdate
     from attractor.corpora import CorpusUnavailable
     from attractor.trainer import NotFiniteLoss
@@ -65,7 +65,7 @@ def dataset_of(config: RunConfig) -> "Dataset":
 
 
 def run_folder(model: str | Path) -> Path | None:
-    """Where the model of a run lies, if it is a run or a saved model of ours."""
+    """Return the folder of the model, if this is a run or a saved model of ours."""
     from attractor.checkpoint import find_model
     from attractor.front import adapter_folder
 
@@ -74,7 +74,7 @@ def run_folder(model: str | Path) -> Path | None:
 
 
 def validation_text(folder: Path | None) -> "np.ndarray | None":
-    """The validation tokens of a run whose model is in this folder, if it tells which text it learned."""
+    """The validation tokens of a run whose model is in this folder, if the run says which text it learned."""
     import numpy as np
 
     from attractor.tokenizer import load as load_tokenizer
@@ -94,7 +94,7 @@ def validation_text(folder: Path | None) -> "np.ndarray | None":
 
 
 def known_tokens(source: str, tokenizer: "Tokenizer", most: int | None = None) -> "np.ndarray":
-    """The text in a vocabulary that may not know all of its characters; those are left out, and told."""
+    """Encode a text for a model that may not know all of its characters; a line says which are left out."""
     from attractor.data import read_text
     from attractor.tokenizer import describe
 

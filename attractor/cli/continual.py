@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 CONTEXT = 512
 """Tokens that a Hugging Face model is given at most while it learns."""
 WATCHED = 64
-"""And while its routers are watched: 64 windows are read at a time, and its vocabulary is large."""
+"""The same while routers are watched: 64 windows are read at a time, and the vocabulary is large."""
 
 
 @dataclass(kw_only=True)
@@ -59,7 +59,7 @@ class Adapt:
     """With --guard, what an overlay may change in attention: nothing, low-rank deltas, or whole matrices."""
     attention_rank: int = GuardConfig.attention_rank
     """Rank of those deltas."""
-    also: tuple[AlsoName, ...] = ()
+    also: Annotated[tuple[AlsoName, ...], otherwise("nothing", "{embedding,norms}")] = ()
     """With --guard, what else an overlay may change; tokens the base never saw need "embedding"."""
     switch_rate: float = GuardConfig.switch_rate
     """With --guard, for texts that change in between; instead of pausing paths that hardly count."""
@@ -73,9 +73,9 @@ class Adapt:
     canary_tokens: int = 16_384
     """How much of it is read each time."""
     max_tokens: Annotated[int | None, otherwise("all", "INT")] = None
-    """Of each text, from its start."""
+    """The most tokens that are learned of each text, from its start."""
     context: Annotated[int | None, otherwise(f"{CONTEXT}, or that of its overlays", "INT")] = None
-    """Of a retrofit: the longest sequence, in tokens."""
+    """The longest sequence of a retrofit, in tokens."""
     every: int = 16_384
     """Tokens from one line of the log to the next."""
     device: Device = None
@@ -119,7 +119,7 @@ class Adapt:
             out / "summary.json",
             {"experiment": "adapt", "config": learner.config.to_dict(), "seed": None, **summary},
         )
-        print(_told(summary))
+        print(_in_words(summary))
         if isinstance(learner, GuardedLearner):
             from attractor.cli.models import bound_of
 
@@ -219,10 +219,10 @@ class OverlayList:
     """Name the overlays: their versions, sizes and patches."""
 
     def act(self, learner: "GuardedLearner") -> bool:
-        for name, told in learner.overlays().items():
-            patches = sum(told["patches"].values())
-            print(f"{name:20s} version {told['version']} (kept: {told['kept']}), {told['bytes']:,} bytes, "
-                  f"{patches} patches")  # fmt: skip
+        for name, overlay in learner.overlays().items():
+            version = f"version {overlay['version']} (kept: {overlay['kept']})"
+            patches = sum(overlay["patches"].values())
+            print(f"{name:20s} {version}, {overlay['bytes']:,} bytes, {patches} patches")
         if not learner.sources:
             print("no overlays: this is the base")
         return False
@@ -344,11 +344,11 @@ class Monitor:
     data: Annotated[tuple[str, ...], otherwise("the run's own", "TEXT")] = ()
     """One text, or two to compare: names of `attractor data list`, files, folders or quoted globs."""
     max_tokens: int = 65_536
-    """Of each text."""
+    """The most tokens that are read of each text."""
     plot: Annotated[Path | None, otherwise("MODEL/monitor.png", "PATH")] = None
-    """Where the picture goes."""
+    """The file that the picture is written to."""
     json: JSONFile = None
-    """Where the numbers go."""
+    """The file that the numbers are written to, as JSON."""
     device: Device = None
     """cpu, cuda, cuda:1, ..."""
 
@@ -402,7 +402,7 @@ def _check_different(names: tuple[str, ...]) -> None:
         raise ValueError(f"--data {' '.join(names)}: give one text or more, each once")
 
 
-def _told(summary: dict[str, Any]) -> str:
+def _in_words(summary: dict[str, Any]) -> str:
     import numpy as np
 
     lines = []
@@ -445,6 +445,7 @@ class _bar:
         for event in record["allocations"]:
             self.bar.write(
                 f"layer {event['layer']}: {event['mode']} gives patch {event['patch']}, chosen by "
-                f"{100 * event['selected_by']:.1f} % of tokens", file=sys.stderr,
-            )  # fmt: skip
+                f"{100 * event['selected_by']:.1f} % of tokens",
+                file=sys.stderr,
+            )
         self.bar.refresh()

@@ -27,7 +27,7 @@ class DataPrepare:
     source: tyro.conf.Positional[str]
     """A name of `attractor data list`, a file, a folder or a quoted glob."""
     out: Annotated[Path | None, otherwise("data/NAME", "PATH")] = None
-    """Where to write."""
+    """The folder to write."""
     tokenizer: str = "char"
     """"char", "byte", "bpe", or the tokenizer.json of another dataset."""
     vocab_size: Annotated[int | None, otherwise("4096 for bpe, else as many as there are", "INT")] = None
@@ -45,12 +45,18 @@ class DataPrepare:
         out = self.out or Path("data") / Path(self.source).stem
         options: dict[str, Any] = {} if self.size is None else {"size": self.size}
         dataset = prepare(
-            self.source, out, tokenizer=self.tokenizer, vocab_size=self.vocab_size,
-            val_fraction=self.val_fraction, overwrite=self.overwrite,
+            self.source,
+            out,
+            tokenizer=self.tokenizer,
+            vocab_size=self.vocab_size,
+            val_fraction=self.val_fraction,
+            overwrite=self.overwrite,
             **options,
-        )  # fmt: skip
-        print(f"{out}: {len(dataset.train):,} training and {len(dataset.val):,} validation tokens, "
-              f"vocabulary {dataset.tokenizer.vocab_size:,}")  # fmt: skip
+        )
+        print(
+            f"{out}: {len(dataset.train):,} training and {len(dataset.val):,} validation tokens, "
+            f"vocabulary {dataset.tokenizer.vocab_size:,}"
+        )
 
 
 DATA = {"list": DataList, "prepare": DataPrepare}

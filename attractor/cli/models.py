@@ -20,8 +20,10 @@ class Sample:
 
     model: ModelName
     """A run, a saved model or learner, a retrofit, saved lessons, a Hugging Face model, or smollm2-135m."""
-    prompt: str = "\n"
+    prompt: Annotated[str, tyro.conf.arg(help_behavior_hint="(default: a line break)")] = "\n"
+    """The beginning of the text."""
     max_tokens: int = 300
+    """The most tokens that are written."""
     temperature: float = 0.8
     """0 always takes the likeliest token."""
     top_k: Annotated[int | None, otherwise("all tokens", "INT")] = None
@@ -29,6 +31,7 @@ class Sample:
     top_p: Annotated[float | None, otherwise("all tokens", "FLOAT")] = None
     """Only the likeliest tokens that make up this probability are drawn from."""
     seed: Annotated[int | None, otherwise("another one each time", "INT")] = None
+    """The same seed writes the same text."""
     device: str = "cpu"
     """cpu, cuda, cuda:1, ..."""
 
@@ -44,7 +47,7 @@ class Sample:
             top_p=self.top_p,
             seed=self.seed,
         )
-        first = next(pieces, "")  # a wrong option is told before the prompt is shown
+        first = next(pieces, "")  # a wrong option is refused before the prompt is shown
         print(self.prompt, first, sep="", end="", flush=True)
         for piece in pieces:
             print(piece, end="", flush=True)
@@ -88,7 +91,7 @@ def describe_machine() -> str:
     for backend in ops.BACKENDS:
         reason = ops.why_not(backend, device, torch.float32)
         if reason is not None:
-            reason = "no: " + reason.split(", and the input is on")[0]  # nobody gave one
+            reason = "no: " + reason.split(", and the input is on")[0]  # there is no input
         lines.append(f"  {backend:10s} {reason or 'yes'}")
     return "\n".join([*lines, f"  auto is {ops.choose_backend(device, torch.float32)}"])
 

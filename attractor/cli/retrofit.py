@@ -28,7 +28,7 @@ class RetrofitModel:
     layers: str = "all"
     """All blocks, their numbers ("0,1,2"), or a pattern ("model.layers.[0-3].mlp")."""
     start: Literal["random", "kmeans"] = "kmeans"
-    """Where patches lie at first: anywhere, or among what the model's own FFNs see of the text."""
+    """The prototypes to start from: anywhere, or among what the model's own FFNs see of the text."""
     steps: int = 300
     batch_size: int = 8
     context: int = 256
@@ -58,8 +58,8 @@ class RetrofitModel:
 
         device = distributed.parse_device(self.device)
         check_source(self.source)
-        adapter, told = self.out / "adapter", self.out / "summary.json"
-        for place in (adapter, told):
+        adapter, record = self.out / "adapter", self.out / "summary.json"
+        for place in (adapter, record):
             if place.exists():
                 raise ValueError(f"{place} is there already: choose another --out")
         if self.out.exists() and not self.out.is_dir():
@@ -77,27 +77,40 @@ class RetrofitModel:
         rows = train[: 32 * self.context][: len(train) // self.context * self.context]
         sample = torch.from_numpy(rows.reshape(-1, self.context))
         net = retrofit(
-            model, self.apn, layers=self._layers(), prototypes=self.start, seed=self.seed,
-            sample=sample if self.start == "kmeans" else None, dtype=torch.float32,
-        )  # fmt: skip
+            model,
+            self.apn,
+            layers=self._layers(),
+            prototypes=self.start,
+            seed=self.seed,
+            sample=sample if self.start == "kmeans" else None,
+            dtype=torch.float32,
+        )
         net.print_trainable_parameters()
         summary = {"model": self.source, "data": self.data, "apn": self.apn.to_dict()}
 
         def keep() -> None:
             net.save_pretrained(adapter)
-            told.write_text(json.dumps(summary, indent=2) + "\n")  # the rest when it is known
+            record.write_text(json.dumps(summary, indent=2) + "\n")  # the rest when it is known
 
         with stop_on_signal() as stopped, progress_bar(self.steps, "retrofit") as report:
             done = teach(
-                CausalLM(net, context=self.context), net.trainable_parameters(), train, validation,
-                steps=self.steps, batch_size=self.batch_size, learning_rate=self.learning_rate,
-                seed=self.seed, keep=keep, stop=stopped, report=report,
-            )  # fmt: skip
+                CausalLM(net, context=self.context),
+                net.trainable_parameters(),
+                train,
+                validation,
+                steps=self.steps,
+                batch_size=self.batch_size,
+                learning_rate=self.learning_rate,
+                seed=self.seed,
+                keep=keep,
+                stop=stopped,
+                report=report,
+            )
         if not math.isfinite(done["best"]):
             raise ValueError("the model cannot predict this text: no loss was finite, and nothing was kept")
         if done["diverged"]:
             print(f"step {done['steps']} diverged: try a --learning-rate below {self.learning_rate:g}")
-        told.write_text(json.dumps(summary | done, indent=2) + "\n")
+        record.write_text(json.dumps(summary | done, indent=2) + "\n")
         print(
             f"perplexity of the held-out text {math.exp(done['before']):.3f} -> {math.exp(done['best']):.3f} "
             f"(step {done['best_step']}); the layers are in {adapter}"

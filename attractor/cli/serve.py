@@ -1,6 +1,5 @@
-"""attractor serve|keys|store"""
+"""attractor serve"""
 
-import json
 import logging
 import signal
 from collections.abc import Iterator
@@ -175,60 +174,3 @@ def store_overlays(learner: GuardedLearner, folder: Path) -> None:
             delta = Delta.between(start, now_has)
             store.commit("lesson", {"tokens": held.tokens}, at=now(), source=name, fields=fields, delta=delta)
     learner.sources = {}
-
-
-@dataclass(kw_only=True)
-class Keys:
-    """Make a key for a server; it is shown once, and the file keeps only its hash."""
-
-    file: tyro.conf.Positional[Path]
-    """Where the hashes of keys are; it is made if it is not there."""
-    scopes: tuple[Literal["generate", "learn", "monitor", "admin"], ...]
-    """What the key is for: to ask, to teach, to watch, to take lessons back."""
-    note: str = ""
-    """Whose key it is."""
-
-    def run(self) -> int:
-        try:
-            from attractor.serve.http.auth import add_key
-        except ImportError as error:
-            raise ValueError(EXTRA.format(error)) from error
-        print(add_key(self.file, self.scopes, self.note))
-        return 0
-
-
-@dataclass(kw_only=True)
-class StoreCommand:
-    """Look at what a server keeps, also while it is running; nothing is changed.
-
-    verify checks every byte, show lists what was learned as lines of JSON, backup copies it to a new folder.
-    """
-
-    action: tyro.conf.Positional[Literal["verify", "show", "backup"]]
-    data_dir: tyro.conf.Positional[Path]
-    """The --store of a server."""
-    to: Path | None = None
-    """For a backup: a new folder, which can be a --store itself."""
-
-    def run(self) -> int:
-        from attractor.serve import store
-
-        if (self.to is None) == (self.action == "backup"):
-            raise ValueError("--to names the new folder of a backup, and is for nothing else")
-        if self.action == "show":
-            for line in store.show(self.data_dir):
-                print(json.dumps(line))
-            return 0
-        if self.to is not None:
-            print(f"version {store.backup(self.data_dir, self.to).last} is in {self.to}, and was verified")
-            return 0
-        report = store.verify(self.data_dir)
-        print(f"versions {report.oldest} to {report.last} can be had")
-        print(f"snapshots: {', '.join(map(str, report.snapshots)) or 'none'}")
-        if report.erased:
-            print(f"erased: {', '.join(report.erased)}")
-        for damage in report.damage:
-            print(f"damaged: {damage}")
-        if not report.damage:
-            print("everything is as it was written")
-        return 1 if report.damage else 0

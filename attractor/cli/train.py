@@ -144,7 +144,7 @@ class Compare:
     out: Annotated[Path | None, otherwise("runs/compare-TEXT", "PATH")] = None
     """Gets both runs; a comparison that was stopped goes on from there."""
     json: JSONFile = None
-    """Where the numbers go."""
+    """The file that the numbers are written to, as JSON."""
     device: Device = None
     """cpu, cuda, cuda:1, ..."""
 

@@ -103,7 +103,7 @@ class Allocator:
 
     @torch.no_grad()
     def outlook(self, number: Any, inputs: Tensor, indices: Tensor, confidence: Tensor) -> Outlook:
-        """Of tokens (n, d), their active sets (n, k) and confidences (n)."""
+        """Summarise tokens (n, d) with their active sets (n, k) and confidences (n)."""
         routed = ~confidence.isnan()
         inputs, indices, confidence = inputs[routed], indices[routed], confidence[routed]
         directions = self.layers[number].represent(inputs)

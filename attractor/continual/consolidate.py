@@ -67,7 +67,7 @@ def consolidate(
     if learner.consolidation is not None:
         raise ValueError("a consolidation waits: confirm or revert it first")
     if not canaries:
-        raise ValueError("without canaries nobody knows what must not suffer: give one text or more")
+        raise ValueError("no canaries were given: name one or more texts that must not get worse")
     if learner.config.learn.scale_factor != 1:
         raise ValueError("a base has no scale_factor of its own: consolidation needs scale_factor=1")
     if learner.archive is not None and set(learner.archive.names()) - learner.sources.keys():
@@ -93,8 +93,8 @@ def consolidate(
     }
     worse = {text: (old, new) for text, (old, new) in figures.items() if not new <= (1 + tolerance) * old}
     if worse:
-        told = ", ".join(f"{text} {old:.3f} -> {new:.3f}" for text, (old, new) in worse.items())
-        raise ValueError(f"{name!r} stays an overlay: more than {100 * tolerance:g} % worse on {told}")
+        worst = ", ".join(f"{text} {old:.3f} -> {new:.3f}" for text, (old, new) in worse.items())
+        raise ValueError(f"{name!r} stays an overlay: more than {100 * tolerance:g} % worse on {worst}")
     base = merged(held.branch.model)
     base_hash = fingerprint(base)
     kept = {other: _moved(learner, base, base_hash, own) for other, own in others.items()}

@@ -126,10 +126,10 @@ def after_learning(learner: Paths, path: Path, piece: np.ndarray) -> tuple[Usual
 
 
 def observe(learner: Paths, tokens: np.ndarray) -> Observation:
-    """Piece by piece: the owner learns it, the base learns nothing, and what nobody explains waits.
+    """Piece by piece: the owner learns it, the base learns nothing, and what no path explains waits.
 
     When `patience` pieces in a row wait, an overlay comes back from the archive or is opened for them. If
-    somebody explains the next one before that, they are let go, and counted as held back.
+    a path explains the next one before that, they are let go, and counted as held back.
     """
     if not learner.usual.tokens:
         raise ValueError("without a source the base must know its own domain: call calibrate(text) first")

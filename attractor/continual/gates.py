@@ -60,7 +60,7 @@ class Admission(NamedTuple):
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """Of the predictions, in nats: (..., V) -> (...)."""
+    """Return the entropy of predictions in nats: (..., V) -> (...)."""
     log_p = logits.float().log_softmax(-1)
     return -(log_p.exp() * log_p).sum(-1)
 
@@ -74,7 +74,7 @@ def admit(
     confidence: Tensor,
     surprise: Surprise,
 ) -> Admission:
-    """Of the `candidates` (...), who may teach.
+    """Decide which of the `candidates` (...) may teach.
 
     `confidence` is the least of the layers' router confidences; where a token was not routed it is NaN, and
     such a token teaches nothing.

@@ -32,6 +32,21 @@ class Guard(nn.Module):
     every `window` tokens (default: the context, so with every sequence). With `switch_rate` each token moves
     this share of the weights back to the prior, for texts that change in the middle. `pause` lets paths rest
     while generating when they hardly count, at a cost of at most that many nats in a window.
+
+    >>> import torch
+    >>> from attractor import GPT, GPTConfig, Guard
+    >>> config = GPTConfig(vocab_size=65, context=16, num_layers=1, num_heads=1, dim=16)
+    >>> guard = Guard({"base": GPT(config), "other": GPT(config)}, prior=0.5)
+    >>> tokens = torch.zeros(1, 16, dtype=torch.int64)
+    >>> guard(tokens).shape  # log-probabilities
+    torch.Size([1, 16, 65])
+    >>> round(guard.bound(16), 4)  # nats that 16 tokens can cost more than with the base alone: log 2
+    0.6931
+    >>> guard.posterior(tokens).shape  # how much each path counts after each token
+    torch.Size([1, 16, 2])
+
+    The first path is called "base". Paths of other vocabularies or contexts, and settings outside their
+    range, are a ValueError.
     """
 
     def __init__(
@@ -104,7 +119,7 @@ class Guard(nn.Module):
         return self.pause - least + switches * move + (tokens - 1 - switches) * stay
 
     def new_cache(self, batch: int, after: "GuardCache | None" = None) -> "GuardCache":
-        """`after` is a cache that is full; what it knows of the paths goes on to count."""
+        """Make a cache; what a full one, `after`, knows of the paths goes on to count."""
         return GuardCache(self, batch, after)
 
     def forward(self, tokens: Tensor, *, cache: "GuardCache | None" = None) -> Tensor:
@@ -116,12 +131,12 @@ class Guard(nn.Module):
 
     @torch.no_grad()
     def posterior(self, tokens: Tensor) -> Tensor:
-        """(B, T, M) the weight of each path for the prediction after each token."""
+        """Return the weight of each path for the prediction after each token: (B, T, M)."""
         weights = self._evidence(self._predictions(tokens), tokens).log_softmax(0)
         return weights.exp().permute(1, 2, 0)
 
     def _predictions(self, tokens: Tensor) -> Tensor:
-        """(M, B, T, V) of every path; small batches as one."""
+        """Predict (M, B, T, V) with every path; small batches as one."""
         if tokens.numel() * len(self.paths) <= MOST_TOKENS:
             together = Together(self.paths)
             if together.worthwhile:
@@ -129,12 +144,12 @@ class Guard(nn.Module):
         return torch.stack([log_probabilities(path(tokens)) for path in self.paths])
 
     def _evidence(self, predictions: Tensor, tokens: Tensor) -> Tensor:
-        """(M, B, T) for the prediction after each token of a text that begins here."""
+        """Return the evidence (M, B, T) for the prediction after each token of a text that begins here."""
         start = self.log_prior[:, None].expand(-1, len(tokens))
         return self.evidence_after(start, given(predictions[:, :, :-1], tokens[:, 1:]), 0)
 
     def evidence_after(self, evidence: Tensor, gave: Tensor, predicted: int) -> Tensor:
-        """(M, B, t + 1) the evidence before the first and after each of t tokens, which the paths `gave`
+        """Return the evidence before the first and after each of t tokens (M, B, t + 1); the paths `gave`
         (M, B, t) these log-probabilities. The window has so many predictions behind it.
         """
         if not self.switch_rate and predicted + gave.shape[2] < self.window:
@@ -145,7 +160,7 @@ class Guard(nn.Module):
         return torch.stack(found, -1)
 
     def counted(self, evidence: Tensor, gave: Tensor, predicted: int) -> Tensor:
-        """`counted` with the guard's own prior, window and switch rate, after so many predictions."""
+        """Count one token with the guard's own prior, window and switch rate, after so many predictions."""
         prior = self.log_prior[:, None]
         if predicted % self.window == 0:
             return prior.repeat(1, evidence.shape[1])
@@ -170,7 +185,7 @@ def counted(evidence: Tensor, gave: Tensor, log_prior: Tensor, switch_rate: floa
 
 
 def mixed(evidence: Tensor, predictions: Tensor) -> Tensor:
-    """log sum_m w_m p_m: evidence (M, B, T), predictions (M, B, T, V) -> (B, T, V)."""
+    """Mix predictions, log sum_m w_m p_m: evidence (M, B, T), predictions (M, B, T, V) -> (B, T, V)."""
     log_weights = evidence.log_softmax(0).to(predictions.dtype)
     return torch.logsumexp(log_weights[..., None] + predictions, 0)
 
@@ -186,16 +201,16 @@ def log_probabilities(logits: Tensor) -> Tensor:
 
 
 def given(predictions: Tensor, targets: Tensor) -> Tensor:
-    """(..., t) log-probabilities, in float64, that predictions (..., t, V) gave the targets (t), (B, t)."""
+    """Return what predictions (..., t, V) gave the targets (t), (B, t): log-probabilities, in float64."""
     index = targets.expand(predictions.shape[:-1])[..., None]
     return predictions.gather(-1, index)[..., 0].double()
 
 
 class Resting:
-    """When paths may rest, so that a window costs less than `pause` nats more.
+    """The rule by which paths may rest, so that a window costs less than `pause` nats more.
 
     A path that rests could at best predict every token with certainty, so the odds that it is right are at
-    most its evidence, when it went to rest, over that of the others now. While somebody rests, the mixture of
+    most its evidence, when it went to rest, over that of the others now. While a path rests, the mixture of
     the others gets `floor` of the uniform distribution, so that no token is given less than floor / V. Then
     leaving out a path with odds o costs at most log(1 / (1 - floor) + o V / floor) nats on any token; a path
     rests only while o <= floor^2 / V, which makes that less than 3 floor. With floor = pause / (4 window) a
@@ -204,7 +219,7 @@ class Resting:
 
     def __init__(self, pause: float, window: int, vocabulary: int) -> None:
         self.floor = pause / (4 * window)
-        self.most_odds = -math.inf  # log; without a floor nobody rests
+        self.most_odds = -math.inf  # log; without a floor no path rests
         if self.floor:
             self.most_odds = 2 * math.log(self.floor) - math.log(vocabulary)
 
@@ -214,13 +229,13 @@ class Resting:
 
 
 def log_odds(evidence: Tensor, at_rest: Tensor, awake: Tensor) -> Tensor:
-    """(B) log of the evidence of the paths at rest over that of those awake; both are masks (M, B)."""
+    """Return the log of the evidence of paths at rest over that of those awake (B); both are masks (M, B)."""
     resting, reading = (evidence.masked_fill(~some, -math.inf).logsumexp(0) for some in (at_rest, awake))
     return resting - reading
 
 
 def is_quiet(evidence: Tensor, quiet: Tensor | float) -> Tensor:
-    """(M, B) the paths that count so little that they may rest."""
+    """Mark the paths that count so little that they may rest (M, B)."""
     return evidence.log_softmax(0) < quiet
 
 
@@ -243,7 +258,7 @@ class Reader:
         return self.next
 
     def gave(self, token: Tensor) -> Tensor:
-        """(B) the log-probability that the next token (B, 1) had."""
+        """Return the log-probability that the next token (B, 1) had: (B)."""
         return given(self.prediction(), token[:, 0])
 
     def read(self, tokens: Tensor) -> Tensor:
@@ -296,13 +311,13 @@ class GuardCache:
         for reader, old in zip(self.readers, before.readers, strict=True):
             reader.next = old.next
         self._count(tokens[:, -1:])
-        predictions = self._read_everybody(tokens)
+        predictions = self._read_paths(tokens)
         self.length, self.predicted = tokens.shape[1], self.predicted + 1
         return mixed(self.evidence[..., None], predictions)
 
     def _count(self, token: Tensor) -> None:
         """The evidence of one more token (B, 1)."""
-        if self.predicted % self.guard.window == 0:  # a new window: everybody counts again
+        if self.predicted % self.guard.window == 0:  # a new window: every path counts again
             self._wake()
         nothing = torch.zeros_like(self.evidence[0])
         gave = [
@@ -311,7 +326,7 @@ class GuardCache:
         ]
         self.evidence = self.guard.counted(self.evidence, torch.stack(gave), self.predicted)
 
-    def _read_everybody(self, tokens: Tensor) -> Tensor:
+    def _read_paths(self, tokens: Tensor) -> Tensor:
         """Predictions (M, B, n, V) of all paths, as one batch where they share memory."""
         self.passes += len(self.readers)
         if not self.together.worthwhile or tokens.numel() * len(self.readers) > MOST_TOKENS:
@@ -325,7 +340,7 @@ class GuardCache:
     def _read_all(self, tokens: Tensor) -> Tensor:
         """Several tokens at once, as in a prompt: every path reads them."""
         before = [reader.next for reader in self.readers if reader.next is not None]
-        predictions, targets = self._read_everybody(tokens), tokens[:, 1:]
+        predictions, targets = self._read_paths(tokens), tokens[:, 1:]
         gave = predictions[:, :, :-1]
         if before:  # they also predicted the first of these tokens
             gave, targets = torch.cat([torch.stack(before)[:, :, None], gave], 2), tokens
@@ -347,7 +362,7 @@ class GuardCache:
                     reader.read(token)
                     self.passes += 1
         else:
-            self._read_everybody(token)
+            self._read_paths(token)
         self.length, self.predicted = self.length + 1, self.predicted + 1
         if self.at_rest:
             odds = log_odds(self.evidence, self.rests, ~self.rests)

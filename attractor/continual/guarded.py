@@ -63,11 +63,36 @@ class Source:
 
     @property
     def tokens(self) -> int:
-        """That it has seen."""
+        """The tokens that it has seen."""
         return self.learner.totals.tokens
 
 
 class GuardedLearner:
+    """Learn from every source in an overlay of its own, and predict with the guarded mixture of all.
+
+    `model` is the base, which never changes; `tokenizer` is needed for texts given as strings. `config` says
+    how overlays learn and what the guard may cost. `archive` is a folder for overlays that have to make room
+    for new ones.
+
+    >>> from attractor import GPT, GPTConfig, GuardedLearner
+    >>> base = GPT(GPTConfig(vocab_size=256, context=16, num_layers=1, num_heads=1, dim=16, ffn="apn"))
+    >>> learner = GuardedLearner(base)
+    >>> text = list(b"Enter CELESTINE, with a letter. ")
+    >>> before = learner.perplexity(text)
+    >>> seen = learner.observe(text * 80, source="play")
+    >>> list(learner.overlays()), seen.updates
+    (['play'], 2)
+    >>> learner.perplexity(text) < before
+    True
+    >>> learner.forget("play")
+    "removed everything that 2,560 tokens of 'play' taught"
+    >>> learner.perplexity(text) == before
+    True
+
+    A model without APN layers, and a name that no overlay can have, are a ValueError. An update that would
+    not be finite is a NotFiniteUpdate, and changes nothing.
+    """
+
     def __init__(
         self,
         model: TrainableModel,
@@ -77,7 +102,6 @@ class GuardedLearner:
         archive: str | Path | None = None,
         precision: str = "auto",
     ) -> None:
-        """`archive` is where overlays go that have to make room for new ones."""
         if not model.apn_layers():
             raise ValueError("the model has no APN layers; there are no patches to lay over")
         self.base, self.tokenizer, self.config = model, tokenizer, config or GuardConfig()
@@ -87,7 +111,7 @@ class GuardedLearner:
         self.base_hash = fingerprint(model)
         self.sources: dict[str, Source] = {}
         self.totals = Totals()
-        self.notes: dict[str, Any] = {}  # whoever feeds the stream may keep its own place here
+        self.notes: dict[str, Any] = {}  # the caller may keep its place in the stream here
         self.archive = None if archive is None else Archive(archive)
         self.usual = Surprise()  # what the base is used to, for texts without labels
         self.unclaimed: list[np.ndarray] = []  # pieces in a row that no path explains
@@ -105,7 +129,7 @@ class GuardedLearner:
 
         With source=None the text decides, piece by piece: the path that explains a piece learns it (the base
         learns nothing), and when none does for a while, a new overlay is opened for those pieces. What a path
-        explains is what it predicts no worse than it is used to; `calibrate` tells what the base is used to.
+        explains is what it predicts no worse than usual; `calibrate` measures what is usual for the base.
         """
         self._settled()
         tokens = self.tokens_in(text)
@@ -143,11 +167,11 @@ class GuardedLearner:
             raise ValueError("a consolidation waits: confirm or revert it first")
 
     def explained_by(self, text: Text) -> str | None:
-        """The path that a text belongs to, by `domains.owner`; None if no path explains it."""
+        """Return the path that a text belongs to, by `domains.owner`; None if no path explains it."""
         return domains.owner(self, self.tokens_in(text))
 
     def calibrate(self, text: Text) -> float:
-        """What the base is used to: its losses on a text of its own domain. Returns their mean."""
+        """Measure what is usual for the base: its losses on a text of its own domain. Returns their mean."""
         self.usual = Surprise().after(self.losses(self.base, self.tokens_in(text)))
         for held in self.sources.values():
             if not held.usual:
@@ -155,16 +179,16 @@ class GuardedLearner:
         return self.usual.mean
 
     def measure(self, held: Source) -> None:
-        """Get used to the last piece, as everything is now; nobody asks before the base is calibrated."""
+        """Measure how well the last piece is predicted now, once the base is calibrated."""
         if self.usual.tokens and len(held.recent) > 1:
             held.usual = domains.after_learning(self, held, held.recent)
 
     def taken(self) -> set[str]:
-        """Names of overlays: that are here, in the archive, or part of the base."""
+        """Return the names of overlays that are here, in the archive, or part of the base."""
         return {*self.sources, *self.consolidated, *(self.archive.names() if self.archive else ())}
 
     def archived(self) -> Iterator[tuple[str, Source]]:
-        """What is in the archive alone, and can be read."""
+        """Yield the overlays that are in the archive alone, and can be read."""
         if self.archive is None:
             return
         for name in (name for name in self.archive.names() if name not in self.sources):
@@ -237,7 +261,7 @@ class GuardedLearner:
         return seen
 
     def new_source(self, overlay: Overlay | None = None, tokens: int = 0) -> Source:
-        """A path that starts as the base, or as this overlay of so many tokens; nobody else knows it yet."""
+        """Make a path that starts as the base, or as this overlay of so many tokens."""
         branch = self._branch(self.base, self.base_hash)
         if overlay is not None:
             branch.apply(overlay)
@@ -246,9 +270,13 @@ class GuardedLearner:
     def _branch(self, base: TrainableModel, base_hash: str) -> Branch:
         config = self.config
         return Branch(
-            base, roles=config.learn.update.train, attention=config.attention, rank=config.attention_rank,
-            also=config.also, base_hash=base_hash,
-        )  # fmt: skip
+            base,
+            roles=config.learn.update.train,
+            attention=config.attention,
+            rank=config.attention_rank,
+            also=config.also,
+            base_hash=base_hash,
+        )
 
     def _teacher(self, branch: Branch, tokens: int) -> OnlineLearner:
         others = cast(dict[str, Tensor], branch.others)
@@ -272,13 +300,16 @@ class GuardedLearner:
 
     @property
     def guard(self) -> Guard:
-        """The base and all overlays, as one model."""
+        """Return the base and all overlays as one model."""
         config = self.config
         paths = {BASE: self.base} | {name: held.branch.model for name, held in self.sources.items()}
         guard = Guard(
-            paths, prior=config.prior, window=config.window, switch_rate=config.switch_rate,
+            paths,
+            prior=config.prior,
+            window=config.window,
+            switch_rate=config.switch_rate,
             pause=config.pause,
-        )  # fmt: skip
+        )
         return guard.to(self.device).eval()
 
     def perplexity(self, text: Text) -> float:
@@ -291,43 +322,50 @@ class GuardedLearner:
         return cast(Tokenizer, self.tokenizer).decode(tokens[0].tolist() + [int(token) for token in written])
 
     def posterior(self, text: Text) -> dict[str, float]:
-        """How much each path counts after the last tokens of a text, as many as the context holds."""
+        """Return how much each path counts after the last tokens of a text, as many as the context holds."""
         tokens = torch.from_numpy(self.tokens_in(text)[-self.base.config.context :])[None]
         guard = self.guard
         weights = guard.posterior(tokens.to(self.device))[0, -1]
         return dict(zip(guard.names, weights.tolist(), strict=True))
 
     def usage_entropy(self) -> float:
-        """Of the newest overlay's usage; of an even usage before there is one."""
+        """Return the entropy of the newest overlay's usage, and of an even usage before there is one."""
         if not self.sources:
             counts = [layer.num_patches for layer in self.base.apn_layers().values()]
             return sum(math.log(count) for count in counts) / len(counts)
         return list(self.sources.values())[-1].learner.usage_entropy()
 
     def monitor(self) -> dict[str, float]:
-        """Numbers for a log: counters, and the size of every overlay."""
+        """Return numbers for a log: counters, and the size of every overlay."""
         totals = self.totals
         values: dict[str, float] = {
-            "tokens": totals.tokens, "taught": totals.taught, "updates": totals.updates,
+            "tokens": totals.tokens,
+            "taught": totals.taught,
+            "updates": totals.updates,
             "allocations": totals.allocations,
-        }  # fmt: skip
+        }
         values |= {f"held_back/{name}": count for name, count in totals.held_back.items()}
-        for name, told in self.overlays().items():
-            values |= {f"overlay/{name}/bytes": told["bytes"], f"overlay/{name}/version": told["version"]}
+        for name, described in self.overlays().items():
+            values |= {
+                f"overlay/{name}/bytes": described["bytes"],
+                f"overlay/{name}/version": described["version"],
+            }
         return values
 
     # --- overlays
 
     def overlays(self) -> dict[str, dict[str, Any]]:
-        """Name -> version, versions kept, bytes, patches by layer, tokens seen."""
+        """Describe the overlays by name: version, versions kept, bytes, patches by layer, tokens seen."""
         described = {}
         for name, held in self.sources.items():
             overlay = held.versions[held.version] if held.versions else held.branch.overlay()
             described[name] = {
-                "version": held.version, "kept": sorted(held.versions), "bytes": overlay.nbytes,
+                "version": held.version,
+                "kept": sorted(held.versions),
+                "bytes": overlay.nbytes,
                 "patches": {layer: len(numbers) for layer, numbers in overlay.patches().items()},
                 "tokens": held.tokens,
-            }  # fmt: skip
+            }
         return described
 
     def drop(self, name: str) -> None:
@@ -338,7 +376,7 @@ class GuardedLearner:
             self.archive.remove(name)
 
     def rollback(self, name: str, version: int) -> None:
-        """Back to an earlier version of an overlay, to the bit; later ones are gone, and so are moments."""
+        """Go back to an earlier version of an overlay, to the bit; later ones and moments are gone."""
         self._settled()
         held = self.sources[self._known(name)]
         if version not in held.versions:
@@ -370,13 +408,16 @@ class GuardedLearner:
         return f"removed everything that {tokens:,} tokens of {source!r} taught"
 
     def export(self, name: str, folder: str | Path) -> None:
-        """An overlay in a folder of its own, with what still waited for an update."""
+        """Write an overlay to a folder of its own, with what still waited for an update."""
         self._flush(self._known(name))
         held = self.sources[name]
         notes = {
-            "source": name, "version": held.version, "tokens": held.tokens, "usual": list(held.usual),
+            "source": name,
+            "version": held.version,
+            "tokens": held.tokens,
+            "usual": list(held.usual),
             "config": self.config.to_dict(),
-        }  # fmt: skip
+        }
         held.branch.overlay(**notes).save(folder)
 
     def import_overlay(self, folder: str | Path, name: str) -> None:
@@ -406,7 +447,7 @@ class GuardedLearner:
     # --- files
 
     def save(self, folder: str | Path) -> None:
-        """The base, and for every overlay its versions; loading gives the same predictions to the bit.
+        """Write the base, and for every overlay its versions; loading gives the same predictions to the bit.
 
         What came back from the archive is no longer there afterwards.
         """
@@ -431,7 +472,7 @@ class GuardedLearner:
         device: torch.device | str = "cpu",
         precision: str = "auto",
     ) -> Self:
-        """A saved learner with its overlays, or a run or a model to start from.
+        """Load a saved learner with its overlays, or a run or a model to start from.
 
         A learner over another base than a GPT is given that `model`: the very one, or it is refused.
         """
@@ -442,6 +483,6 @@ class GuardedLearner:
         return files.read(found, lambda saved: make(config or GuardConfig.from_dict(saved)))
 
     def tokens_in(self, text: Text) -> np.ndarray:
-        """Of a text, checked."""
+        """Return the tokens of a text, checked."""
         most = self.config.learn.max_observation
         return tokens_of(text, self.tokenizer, self.base.config.vocab_size, most)

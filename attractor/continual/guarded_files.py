@@ -28,15 +28,24 @@ def write(learner: "GuardedLearner", folder: Path) -> None:
         for version, overlay in held.versions.items():
             overlay.save(folder / "overlays" / name / f"version-{version}")
         kept[name] = {
-            "version": held.version, "tokens": held.tokens, "versions": sorted(held.versions),
-            "last_used": held.last_used, "usual": list(held.usual), "recent": held.recent.tolist(),
-        }  # fmt: skip
+            "version": held.version,
+            "tokens": held.tokens,
+            "versions": sorted(held.versions),
+            "last_used": held.last_used,
+            "usual": list(held.usual),
+            "recent": held.recent.tolist(),
+        }
     state = {
-        "config": learner.config.to_dict(), "sources": kept, "base": learner.base_hash,
-        "notes": learner.notes, "totals": dataclasses.asdict(learner.totals), "usual": list(learner.usual),
-        "unclaimed": [piece.tolist() for piece in learner.unclaimed], "consolidated": learner.consolidated,
+        "config": learner.config.to_dict(),
+        "sources": kept,
+        "base": learner.base_hash,
+        "notes": learner.notes,
+        "totals": dataclasses.asdict(learner.totals),
+        "usual": list(learner.usual),
+        "unclaimed": [piece.tolist() for piece in learner.unclaimed],
+        "consolidated": learner.consolidated,
         "context": learner.base.config.context,
-    }  # fmt: skip
+    }
     (folder / STATE).write_text(json.dumps(state, indent=2))
 
 
@@ -54,8 +63,14 @@ def read(folder: Path, make: Callable[[dict[str, Any]], Learner]) -> Learner:
         learner.notes, learner.totals = dict(state["notes"]), Totals.from_dict(state["totals"])
         learner.usual = Surprise.from_list(state["usual"])
         learner.unclaimed = [learner.tokens_in(piece) for piece in state["unclaimed"]]
-    except (LookupError, TypeError, AttributeError, ArithmeticError, RecursionError,
-            json.JSONDecodeError) as error:  # fmt: skip
+    except (
+        LookupError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+        RecursionError,
+        json.JSONDecodeError,
+    ) as error:
         raise ValueError(f"{folder} holds a damaged guarded learner: {error!r}") from error
     return learner
 

@@ -1,4 +1,4 @@
-"""OnlineLearner: a model that keeps learning from a stream, and tells what it did.
+"""OnlineLearner: a model that keeps learning from a stream, and reports what it did.
 
     learner = OnlineLearner.load("runs/tiny_apn")
     seen = learner.observe("Enter CELESTINE, with a letter.")
@@ -63,7 +63,26 @@ TOKENS_PER_PASS = 16_384
 
 
 class OnlineLearner:
-    """Holds a model with APN layers and teaches it. Parameters that do not learn are frozen."""
+    """Let a model with APN layers keep learning from a stream of text, patch by patch.
+
+    `model` is changed in place; its parameters that do not learn are frozen. `tokenizer` is needed for texts
+    given as strings; token numbers do without. `config` says what learns and when. `others` are parameters
+    outside of APN layers that learn too, as a whole; they are not saved here.
+
+    >>> from attractor import GPT, GPTConfig, LearnConfig, OnlineLearner
+    >>> model = GPT(GPTConfig(vocab_size=256, context=16, num_layers=1, num_heads=1, dim=16, ffn="apn"))
+    >>> learner = OnlineLearner(model, config=LearnConfig(budget=32))
+    >>> text = list(b"Enter CELESTINE, with a letter. ")
+    >>> before = learner.perplexity(text)
+    >>> seen = learner.observe(text * 4)
+    >>> seen.tokens, seen.taught, seen.updates  # the first token is not predicted
+    (128, 127, 4)
+    >>> learner.perplexity(text) < before
+    True
+
+    A model without APN layers is a ValueError. An update that would not be finite is a NotFiniteUpdate, and
+    changes nothing.
+    """
 
     def __init__(
         self,
@@ -74,7 +93,6 @@ class OnlineLearner:
         others: Mapping[str, Tensor] | None = None,
         precision: str = "auto",
     ) -> None:
-        """`others` are parameters outside of APN layers that learn too: not local, and not saved here."""
         self.model, self.tokenizer, self.config = model, tokenizer, config or LearnConfig()
         check_config("config", self.config, LearnConfig, ": GuardConfig is for GuardedLearner")
         check_choice("precision", precision, get_args(PrecisionName))
@@ -96,7 +114,7 @@ class OnlineLearner:
         self.gathered = Gathered()
         self.totals = Totals()
         self.source: str | None = None
-        self.notes: dict[str, Any] = {}  # whoever feeds the stream may keep its own place here
+        self.notes: dict[str, Any] = {}  # the caller may keep its place in the stream here
         self._undo: Undo | None = None  # of an attempt
 
     @property
@@ -109,7 +127,7 @@ class OnlineLearner:
 
     @property
     def learning_rate(self) -> float:
-        """Before `rate_horizon` makes it smaller. Whoever has a schedule sets it; it is not saved."""
+        """The rate before `rate_horizon` makes it smaller. A schedule may set it; it is not saved."""
         return self.update.learning_rate
 
     @learning_rate.setter
@@ -118,7 +136,7 @@ class OnlineLearner:
         self.update.learning_rate = rate
 
     def usage_entropy(self) -> float:
-        """Of the moving average of usage, the mean over layers."""
+        """The entropy of the moving average of usage, in the mean over layers."""
         entropies = [monitor.usage_entropy(own.usage) for own in self.allocator.habits.values()]
         return sum(entropies) / len(entropies)
 
@@ -126,7 +144,7 @@ class OnlineLearner:
         return autocast(self.device, self.precision)
 
     def release(self) -> TrainableModel:
-        """The model, with every `requires_grad` as it was found and without our scale factor."""
+        """Return the model, with every `requires_grad` as it was found and without our scale factor."""
         for parameter, flag in self._found.items():
             parameter.requires_grad_(flag)
         for layer in self.layers.values():
@@ -139,7 +157,7 @@ class OnlineLearner:
         """Score `text` as the stream's continuation, and learn from it once in `budget` tokens.
 
         Text of another `source` starts without the context of the one before, whose tokens are learned from
-        first. If something fails, the pieces before it stay learned: the exception's `observed` tells.
+        first. If something fails, the pieces before it stay learned: the exception's `observed` has them.
         """
         tokens = self._tokens(text)
         done = Observation(source=source)
@@ -185,9 +203,9 @@ class OnlineLearner:
 
     @contextmanager
     def attempt(self) -> Iterator[Undo]:
-        """Whatever is learned inside stays only if nothing is raised; yields what was overwritten so far.
+        """Keep what is learned inside only if nothing is raised; yields what was overwritten so far.
 
-        So several observations are one, and whoever judges or records them can still refuse them.
+        So several observations are one, and the caller can still refuse them by raising.
         """
         if self._undo is not None:
             raise ValueError("an attempt is going on already")
@@ -202,7 +220,7 @@ class OnlineLearner:
             self._undo = None
 
     def set_background(self, text: Text) -> None:
-        """What usual usage is, for `max_patches` and for recycling: the usage on this text."""
+        """Take the usage on this text for the usual one, for `max_patches` and for recycling."""
         habits = {}
         for number, indices in self._routing(self._tokens(text)).items():
             known = self.allocator.habits[number]
@@ -260,9 +278,9 @@ class OnlineLearner:
             admission = admit(self.config.gates, counted, losses, logits, confidence, self.totals.surprise)
             plain = losses.detach().double().masked_fill(~counted, 0)
             figures = [plain.sum(), plain.square().sum(), counted.sum(), admission.admitted.sum()]
-            # one transfer: each waits for the GPU, and for whoever else uses it
-            told = torch.stack([x.double() for x in [*figures, *admission.held_back.values()]]).tolist()
-            loss_sum, square_sum, scored, taught = told[0], told[1], int(told[2]), int(told[3])
+            # one transfer: each waits for the GPU
+            sums = torch.stack([x.double() for x in [*figures, *admission.held_back.values()]]).tolist()
+            loss_sum, square_sum, scored, taught = sums[0], sums[1], int(sums[2]), int(sums[3])
             if not math.isfinite(loss_sum):
                 raise NotFiniteUpdate("the loss of this text is not finite; nothing was changed")
             names = [(key, parameter) for key, _, parameter in self.update.parameters()]
@@ -289,7 +307,7 @@ class OnlineLearner:
             }
             gathered = dataclasses.replace(gathered, outlook=outlook)
         held_back = {
-            name: int(count) for name, count in zip(admission.held_back, told[4:], strict=True) if count
+            name: int(count) for name, count in zip(admission.held_back, sums[4:], strict=True) if count
         }
         seen = Observation(loss_sum=loss_sum, scored=scored, taught=taught, held_back=held_back)
         return gathered, seen, self.totals.surprise.after_sums(scored, loss_sum, square_sum)
@@ -329,9 +347,12 @@ class OnlineLearner:
             )
             events += [event] if event is not None else []
         return Observation(
-            updates=int(gathered.taught > 0), patches={n: len(patches) for n, patches in taught.items()},
-            largest_change=changes, allocations=tuple(events), source=self.source,
-        ), habits  # fmt: skip
+            updates=int(gathered.taught > 0),
+            patches={n: len(patches) for n, patches in taught.items()},
+            largest_change=changes,
+            allocations=tuple(events),
+            source=self.source,
+        ), habits
 
     @contextmanager
     def _gradients(self, gradients: Mapping[str, Tensor]) -> Iterator[None]:
@@ -364,31 +385,35 @@ class OnlineLearner:
     # --- asking
 
     def predict(self, text: Text) -> Tensor:
-        """(V) probabilities of the next token after `text`."""
+        """Return the probabilities of the next token after `text`: (V)."""
         tokens = torch.from_numpy(self._tokens(text)[-self.model.config.context :])[None].to(self.device)
         with torch.no_grad(), self._autocast(), mode(self.model, training=False):
             logits = self.model(tokens)[0, -1]
         return logits.float().softmax(-1)
 
     def generate(self, prompt: str, **options: Any) -> str:
-        """The prompt and what the model makes of it; options as in `attractor.generate.generate`."""
+        """Return the prompt and what the model writes; options as in `attractor.generate.generate`."""
         tokens = torch.from_numpy(self._tokens(prompt))[None].to(self.device)
         written = tokens[0].tolist() + [int(token) for token in generate(self.model, tokens, **options)]
         return cast(Tokenizer, self.tokenizer).decode(written)
 
     def perplexity(self, text: Text) -> float:
+        """Return the perplexity of a text of two tokens or more; nothing is learned from it."""
         tokens = self._tokens(text)
         if len(tokens) < 2:
             raise ValueError("perplexity needs at least two tokens: the first is not predicted")
         return perplexity(evaluate(self.model, tokens, autocast=self._autocast))
 
     def monitor(self, text: Text | None = None, reference: Text | None = None) -> dict[str, float]:
-        """Numbers for a log: counters and usage so far; with `text` its routing; with both Omega(A, B)."""
+        """Return numbers for a log: counters and usage; with `text` its routing; with both Omega(A, B)."""
         totals = self.totals
         values: dict[str, float] = {
-            "tokens": totals.tokens, "taught": totals.taught, "updates": totals.updates,
-            "allocations": totals.allocations, "loss": totals.surprise.mean,
-        }  # fmt: skip
+            "tokens": totals.tokens,
+            "taught": totals.taught,
+            "updates": totals.updates,
+            "allocations": totals.allocations,
+            "loss": totals.surprise.mean,
+        }
         values |= {f"held_back/{name}": count for name, count in totals.held_back.items()}
         for number, habits in self.allocator.habits.items():
             values[f"apn/{number}/usage_entropy"] = monitor.usage_entropy(habits.usage)
@@ -426,7 +451,7 @@ class OnlineLearner:
         device: torch.device | str = "cpu",
         precision: str = "auto",
     ) -> Self:
-        """A saved learner, as it was; or a run or a model, to start learning with `config`.
+        """Load a saved learner as it was; or a run or a model, to start learning with `config`.
 
         A learner of another model than a GPT is given that `model`, as it was when it was saved.
         """

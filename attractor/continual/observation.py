@@ -124,7 +124,7 @@ Text = str | Sequence[int] | np.ndarray | Tensor
 
 
 def tokens_of(text: Text, tokenizer: Tokenizer | None, vocab_size: int, most: int) -> np.ndarray:
-    """Tokens of what somebody gave us, or a ValueError that says what is wrong with it."""
+    """Return the tokens of a text or of an array; a ValueError says what is wrong with it."""
     if isinstance(text, bytes | bytearray | memoryview):
         raise ValueError(f"a {type(text).__name__} is neither text nor tokens: decode it, or give list(...)")
     if isinstance(text, str):

@@ -62,7 +62,7 @@ class Overlay:
         return {layer: sorted(numbers) for layer, numbers in sorted(found.items())}
 
     def save(self, folder: str | Path) -> None:
-        """overlay.json and overlay.safetensors; the folder appears whole or not at all."""
+        """Write overlay.json and overlay.safetensors; the folder appears whole or not at all."""
         data = self.delta.to_bytes()
         described = {
             "format": FORMAT,

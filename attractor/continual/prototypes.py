@@ -10,7 +10,7 @@ from attractor.layer import APN, RoutingStats
 
 @torch.no_grad()
 def pull(layer: APN, stats: RoutingStats, inputs: Tensor, admitted: Tensor) -> tuple[Tensor, Tensor]:
-    """For each patch: the weighted sum of the admitted tokens that chose it, and of their weights."""
+    """Return for each patch the weighted sum of the admitted tokens that chose it, and of their weights."""
     tokens = layer.represent(inputs[admitted])
     indices, weights = stats.indices[admitted], stats.weights.detach()[admitted]
     toward = tokens.new_zeros(layer.num_patches, tokens.shape[1])

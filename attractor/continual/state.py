@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from attractor.continual.allocate import Habits
 from attractor.continual.observation import Totals, whole_number
+from attractor.files import save_tensors
 
 if TYPE_CHECKING:
     from attractor.continual.learner import OnlineLearner
@@ -26,11 +27,7 @@ def write(learner: "OnlineLearner", folder: Path) -> None:
     learner.model.save_pretrained(folder)
     if learner.tokenizer is not None:
         learner.tokenizer.save(folder / "tokenizer.json")
-    tensors = {name: tensor.contiguous() for name, tensor in tensors_of(learner).items()}
-    try:
-        save_file(tensors, folder / TENSORS)
-    except SafetensorError as error:
-        raise OSError(f"cannot write {TENSORS}: {error}") from error
+    save_tensors(tensors_of(learner), folder / TENSORS)
     (folder / STATE).write_text(json.dumps(fields_of(learner), indent=2))
 
 
@@ -41,8 +38,15 @@ def read(folder: Path, device: torch.device | str, make: Callable[[dict[str, Any
         tensors = load_file(folder / TENSORS, device=str(device))
         learner = make(state["config"])
         restore(learner, state, tensors)
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, OSError,
-            SafetensorError) as error:  # fmt: skip
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        OSError,
+        SafetensorError,
+    ) as error:
         raise ValueError(f"{folder} holds a damaged learner: {error!r}") from error
     return learner
 
@@ -60,18 +64,22 @@ def counters_of(learner: "OnlineLearner") -> dict[str, Any]:
     habits = learner.allocator.habits
     totals = {**vars(learner.totals), "surprise": list(learner.totals.surprise)}
     return {
-        "totals": totals, "most": {str(number): most for number, most in learner.allocator.most.items()},
+        "totals": totals,
+        "most": {str(number): most for number, most in learner.allocator.most.items()},
         "unfamiliar": {str(number): own.unfamiliar for number, own in habits.items()},
         "allocated": {str(number): own.allocated for number, own in habits.items()},
-    }  # fmt: skip
+    }
 
 
 def fields_of(learner: "OnlineLearner") -> dict[str, Any]:
     """All of it that is not a tensor."""
     return {
-        **counters_of(learner), "config": learner.config.to_dict(), "history": learner.history.tolist(),
-        "source": learner.source, "notes": learner.notes,
-    }  # fmt: skip
+        **counters_of(learner),
+        "config": learner.config.to_dict(),
+        "history": learner.history.tolist(),
+        "source": learner.source,
+        "notes": learner.notes,
+    }
 
 
 def restore(learner: "OnlineLearner", state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
@@ -86,9 +94,11 @@ def restore(learner: "OnlineLearner", state: dict[str, Any], tensors: dict[str, 
             raise ValueError(f"the usage of layer {number} does not fit its {layer.num_patches} patches")
         known = learner.allocator.habits[number]
         habits[number] = Habits(
-            usage.to(known.usage), born.to(known.born), whole_number(state["unfamiliar"][key]),
+            usage.to(known.usage),
+            born.to(known.born),
+            whole_number(state["unfamiliar"][key]),
             whole_number(state["allocated"][key], least=-(2**62)),
-        )  # fmt: skip
+        )
     totals = Totals.from_dict(state["totals"])
     history = np.asarray(state["history"], dtype=np.int64)[-learner.model.config.context :]
     if len(history):

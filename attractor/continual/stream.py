@@ -50,8 +50,9 @@ def adapt(
     """Observe every text in pieces of `every` tokens (rounded up to the budget), with a record after each.
 
     A checkpoint is written every 16 pieces, after each text, when stopped and when a piece fails.
-    Without labels the learner is not told which text a piece is from.
-    Returns the canary's perplexity before and after, and for each text the loss of its first and last piece.
+    Without labels the learner does not know which text a piece is from. Returns the canary's perplexity
+    before and after, and for each text the loss of its first and last piece; what is left over at its end is
+    no piece if it is shorter than half of one.
     """
     plan = [[name, len(tokens), _hash(tokens)] for name, tokens in texts.items()]
     watched = None if canary is None else _hash(canary)
@@ -93,10 +94,12 @@ def adapt(
                 raise
             offset, pieces = notes["offset"] + len(tokens), pieces + 1
             is_last = offset >= len(texts[name])
-            first = notes["losses"].get(name, {}).get("first", seen.loss)
+            losses = notes["losses"].get(name, {"first": seen.loss, "last": seen.loss})
+            if 2 * len(tokens) >= every:
+                losses = {**losses, "last": seen.loss}
             notes = {
                 **notes,
-                "losses": {**notes["losses"], name: {"first": first, "last": seen.loss}},
+                "losses": {**notes["losses"], name: losses},
                 "text": notes["text"] + is_last,
                 "offset": 0 if is_last else offset,
             }

@@ -42,11 +42,11 @@ class Together:
         self.worthwhile &= _same_memory(self.inputs) and any(block[1][1] for block in self.blocks)
 
     def new_cache(self, batch: int) -> KVCache:
-        """Of all paths; `split` it to let one go on alone."""
+        """Make one cache for all paths; `split` it to let one go on alone."""
         return self.paths[0].new_cache(batch * len(self.paths))
 
     def __call__(self, tokens: Tensor, cache: KVCache | None = None, own: Sequence[KVCache] = ()) -> Tensor:
-        """`own` are the parts of `cache`."""
+        """Read tokens with all paths; `own` are the parts of `cache`."""
         count, base = len(self.paths), self.paths[0]
         start = 0 if cache is None else cache.length
         if start + tokens.shape[1] > base.config.context:

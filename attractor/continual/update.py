@@ -63,7 +63,7 @@ class Part(NamedTuple):
 def all_or_nothing(undo: Undo | None = None) -> Iterator[Undo]:
     """Whatever is changed inside appends how to take it back; an exception takes everything back.
 
-    With an `undo` of somebody else the changes become part of theirs, who also takes them back.
+    With the `undo` of a larger change they become part of it, and are taken back with it.
     """
     if undo is not None:
         yield undo
@@ -96,14 +96,14 @@ class Overwritten:
 
 @torch.no_grad()
 def write_rows(target: Tensor, rows: Tensor, values: Tensor, undo: Undo) -> None:
-    """target[rows] = values, to be taken back byte by byte."""
+    """Write target[rows] = values, to be taken back byte by byte."""
     undo.append(Overwritten(target, rows, target[rows]))  # indexing by a tensor copies
     target[rows] = values.to(target.dtype)
 
 
 @torch.no_grad()
 def write(writes: Sequence[Write], undo: Undo) -> None:
-    """Everything, to be taken back byte by byte."""
+    """Write everything, to be taken back byte by byte."""
     alike: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}  # torch copies many at once only then
     for target, rows, values in writes:
         if rows is None:
@@ -124,7 +124,7 @@ def write(writes: Sequence[Write], undo: Undo) -> None:
 
 
 def delta_of(before: Mapping[str, Tensor], after: Mapping[str, Tensor], undo: Undo) -> Delta:
-    """What was changed, by what it overwrote: a row that nothing wrote is not looked at.
+    """Return what was changed, by what it overwrote: a row that nothing wrote is not looked at.
 
     `before` and `after` are the tensors themselves, by name, as they were held before and are held now.
     """
@@ -149,13 +149,13 @@ def _every_row(count: int, device: torch.device) -> Tensor:
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Asked of all at once: each question would wait for the GPU."""
+    """Ask all tensors at once: each question would wait for the GPU."""
     total = torch.nn.utils.get_total_norm(tensors, 1.0)
     return bool(total.isfinite()) or all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 def taught_patches(stats: RoutingStats, taught: Tensor | None = None) -> Tensor:
-    """The patches that tokens selected (all tokens, or those where `taught` (...) is true), in order."""
+    """Return the patches that all tokens selected, or those where `taught` (...) is true, in order."""
     chosen = stats.indices.masked_fill(stats.weights == 0, -1)  # a slot that patch dropout removed
     if taught is not None:
         chosen = chosen[taught]
@@ -166,7 +166,7 @@ def taught_patches(stats: RoutingStats, taught: Tensor | None = None) -> Tensor:
 def used_patches(
     stats: Mapping[Any, RoutingStats], counted: Tensor, admitted: Tensor
 ) -> tuple[dict[Any, Tensor], dict[Any, Tensor]]:
-    """For each layer: which patches admitted tokens selected (K), and how often all counted ones each (K).
+    """Count by layer: which patches admitted tokens selected (K), and how often all counted ones did (K).
 
     All layers at once: each would be a dozen tiny kernels. Unlike `bincount` it never waits for the GPU.
     """
@@ -185,7 +185,7 @@ def used_patches(
 
 
 def most_specific(patches: Tensor, used_here: Tensor, used_before: Tensor, most: int) -> Tensor:
-    """Of `patches`, the `most` with the largest share here over their share before; both are counts (K)."""
+    """Choose the `most` patches with the largest share here over their share before; both are counts (K)."""
     if len(patches) <= most:
         return patches
     here = used_here.double() / used_here.sum().clamp(min=1)
@@ -196,13 +196,13 @@ def most_specific(patches: Tensor, used_here: Tensor, used_before: Tensor, most:
 
 
 def _length(moved: Sequence[tuple[Part, Tensor]]) -> Tensor:
-    """(patches) how far each moves, over all of its parameters."""
+    """Return how far each patch moves, over all of its parameters."""
     own = [change.flatten(1).norm(dim=1) for part, change in moved if part.by_patch]
     return torch.stack(own).norm(dim=0) if own else torch.zeros(1, device=moved[0][1].device)
 
 
 def _unbiased(averages: Tensors, decay: float, ages: Tensors) -> list[Tensor]:
-    """What averages that began at zero would be without that; each row has its own age."""
+    """Correct averages for having begun at zero; each row has its own age."""
     # at once, but not by _foreach_pow: on a GPU it takes the base for a whole number too, and 0.9 becomes 0
     known = 1 - decay ** torch.cat([age.to(ages[0].device) for age in ages])
     return [
@@ -216,7 +216,7 @@ def _by_key(parts: Sequence[Part], values: Sequence[Tensor]) -> dict[str, Tensor
 
 
 def _is_all(patches: Tensor, count: int) -> bool:
-    """Every patch, in order: then nothing has to be gathered."""
+    """Tell whether these are all patches, in order: then nothing has to be gathered."""
     return len(patches) == count and torch.equal(patches, torch.arange(count, device=patches.device))
 
 
@@ -233,7 +233,7 @@ class LocalUpdate:
         if not layers:
             raise ValueError("there are no APN layers to update")
         self.layers, self.config, self.others = dict(layers), config, dict(others or {})
-        self.learning_rate = config.learning_rate  # for whoever has a schedule
+        self.learning_rate = config.learning_rate  # a schedule may set it
         self.state: dict[str, Tensor] = {}  # flat, by layer, parameter and part: fit for safetensors
         for number, layer in self.layers.items():
             if not list(self.trained(number)):
@@ -297,13 +297,13 @@ class LocalUpdate:
             writes.append((part.parameter, None, precise(part.parameter) + change))
         if not all_finite([values for _, _, values in writes if values.is_floating_point()]):
             raise NotFiniteUpdate("a gradient or an update is not finite; nothing was changed")
-        told = torch.stack([length.to(self._device()) for length in lengths.values()])
+        largest = torch.stack([length.to(self._device()) for length in lengths.values()])
         with all_or_nothing(undo) as undo:
             write(writes, undo)
-        return dict(zip(lengths, told.tolist(), strict=True))
+        return dict(zip(lengths, largest.tolist(), strict=True))
 
     def _parts(self, number: Any, patches: Tensor) -> list[Part]:
-        """What of a layer learns with these patches."""
+        """Return the parts of a layer that learn with these patches."""
         layer = self.layers[number]
         if len(patches) == 0:
             return []
@@ -319,7 +319,7 @@ class LocalUpdate:
     def _changes(
         self, parts: Sequence[Part], gradient_scale: float, rate: float, writes: list[Write]
     ) -> dict[str, Tensor]:
-        """How each moves by the rule; what its moments become is appended to `writes`.
+        """Return how each part moves by the rule; what its moments become is appended to `writes`.
 
         Many tensors at a time, where torch can: a step is otherwise thousands of tiny kernels.
         """
@@ -343,7 +343,7 @@ class LocalUpdate:
         return _by_key(parts, changes)
 
     def _gradients(self, parts: Sequence[Part], scale: float) -> Tensors:
-        """Times `scale`, and all together no longer than `clip_norm`."""
+        """Return the gradients times `scale`, and all together no longer than `clip_norm`."""
         found = [part.gradient() for part in parts]
         if self.config.clip_norm is None:
             return torch._foreach_mul(found, scale)
@@ -384,7 +384,7 @@ class LocalUpdate:
 
     @torch.no_grad()
     def forget(self, number: Any, patch: int, undo: Undo) -> None:
-        """The patch is a new one now: it has no moments and has made no steps."""
+        """Make the patch a new one: it has no moments and has made no steps."""
         for name, parameter in self.trained(number):
             if ROLES[name] in PATCH_ROLES and self.config.rule == "adamw":
                 row = torch.tensor([patch], device=parameter.device)
@@ -394,7 +394,7 @@ class LocalUpdate:
 
     @torch.no_grad()
     def follow(self, number: Any, undo: Undo) -> None:
-        """The layer was resized: keep the state of the patches that stayed, and none for new ones."""
+        """Follow a layer that was resized: patches that stayed keep their state, and new ones have none."""
         old, resized = self.state, dict(self.state)
         undo.append(lambda: setattr(self, "state", old))
         for name, parameter in self.trained(number):

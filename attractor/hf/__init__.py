@@ -4,7 +4,7 @@
     net.print_trainable_parameters()               # everything but the APN layers is frozen
     net.save_pretrained(folder); attractor.load_retrofit(model, folder); net.unload()
 
-Nothing here imports transformers but `callback`: whoever has a model to retrofit has it.
+Nothing here imports transformers but `callback`: a program that has a model to retrofit has it already.
 """
 
 from attractor.hf.causal import CausalLM

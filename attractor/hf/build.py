@@ -22,7 +22,7 @@ StartName = Literal["random", "kmeans"]
 
 
 class Options(TypedDict, total=False):
-    """How to build a retrofit."""
+    """The options of a retrofit."""
 
     layers: Layers
     """"all" (default), a list of layer numbers, or a pattern such as "model.layers.*.mlp"."""
@@ -31,7 +31,7 @@ class Options(TypedDict, total=False):
     read_from: int | None
     """Let the layers read what the FFN of this earlier block is given, not their own (default: their own)."""
     read_attention: Sequence[int]
-    """And beside it what the attention of these blocks adds, none of them later (default: of none). The
+    """Let them also read what the attention of these blocks adds, none of them later (default: of none). The
     layers must whiten."""
     prototypes: StartName
     """"random" (default), or "kmeans" of what goes into the FFN on the sample."""
@@ -39,13 +39,13 @@ class Options(TypedDict, total=False):
     """Token ids (n, time), or texts and their `tokenizer`: for "replace" and for "kmeans"."""
     tokenizer: Any
     steps: int
-    """Of distilling each layer (default: 500)."""
+    """The steps that distil each layer (default: 500)."""
     seed: int
-    """Of everything random (default: 0)."""
+    """The seed of everything random (default: 0)."""
     dtype: torch.dtype | None
-    """Of the APN layers (default: that of the FFN)."""
+    """The type of the APN layers (default: that of the FFN)."""
     backend: str
-    """As for `APN`."""
+    """How the layers are computed, as for `APN`."""
 
 
 @dataclass(frozen=True)

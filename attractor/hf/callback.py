@@ -1,4 +1,4 @@
-"""For the Trainer of transformers: warm-up of gamma, patches for what is new, and routing health in the log.
+"""A callback for the Trainer of transformers: warm-up, patches for what is new, and usage in the log.
 
 Trainer(model=net, args=..., train_dataset=..., callbacks=[APNCallback(warmup_steps=100)])
 """
@@ -21,15 +21,20 @@ from attractor.layer import APN, PATCH_ROLES, ROLES, RoutingStats, warmup_factor
 from attractor.lm import mode
 
 TOKENS = 1024
-"""So many tokens of the last batch are kept, for the log and to see what is new."""
+"""The tokens of the last batch that are kept, for the log and to see what is new."""
 LOGGED = ("usage_entropy", "dead_patches", "max_usage", "confidence_mean", "update_ratio_mean")
 
 
 class APNCallback(TrainerCallback):
-    """`apn/LAYER/...` values join the trainer's log history and what callbacks after this one are given.
+    """Log how patches are used while a Hugging Face Trainer trains a retrofit, and warm its layers up.
+
+    `apn/LAYER/...` values join the trainer's log history and what callbacks after this one are given. Over
+    `warmup_steps` steps the scale of the layers goes from 0 to 1. It is given to the trainer:
+
+        Trainer(net, args, train_dataset=texts, callbacks=[APNCallback(warmup_steps=100)])
 
     With `allocation`, a layer whose router is far from what it reads, or hardly uses one of its patches, gets
-    that patch anew; `self.allocations` tells of each. The clock counts the tokens that are kept of each step.
+    that patch anew; `self.allocations` lists each. The clock counts the tokens that are kept of each step.
     """
 
     def __init__(self, warmup_steps: int = 0, allocation: AllocationConfig | None = None) -> None:
@@ -86,8 +91,8 @@ class APNCallback(TrainerCallback):
         values: dict[str, float] = {}
         for number, layer in model.apn_layers().items():
             if number in self.inputs:
-                told = monitor.summary(self._stats(layer, self.inputs[number]))
-                values |= {f"apn/{number}/{name}": told[name] for name in LOGGED}
+                summary = monitor.summary(self._stats(layer, self.inputs[number]))
+                values |= {f"apn/{number}/{name}": summary[name] for name in LOGGED}
             if self.allocator is not None:
                 own = [event for event in self.allocations if event.layer == number]
                 values[f"apn/{number}/allocations"] = len(own)

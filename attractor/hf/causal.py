@@ -25,7 +25,7 @@ IN_USE: Any = object()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CausalConfig(JSONConfig):
-    """What the tools ask a model's configuration for; `config_now` adds what tells one model from another."""
+    """The settings that the tools ask a model for; `config_now` adds what distinguishes one from another."""
 
     vocab_size: int
     context: int
@@ -91,7 +91,21 @@ def _theirs() -> tuple[Any, Any]:
 
 
 class CausalLM(nn.Module):
-    """The model with one of its retrofits (default: the one in use), or with none.
+    """A retrofitted model as a language model of ours: for learners, the guard, evaluation and generation.
+
+    `name` is one of its retrofits (default: the one in use), or None for the base. `context` is the longest
+    sequence (default: the model's own).
+
+    >>> import torch
+    >>> from attractor import APNConfig, CausalLM, retrofit
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(
+    ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    ... )
+    >>> base = LlamaForCausalLM(config).eval()
+    >>> model = CausalLM(retrofit(base, APNConfig(num_patches=8, rank=4)), context=16)
+    >>> model(torch.tensor([[1, 2, 3]])).shape
+    torch.Size([1, 3, 64])
 
     Each call switches to that retrofit and back, so several of these may share a model, but not two threads.
     With gradient checkpointing, which calls the model again in backward, it must be the one in use.
@@ -152,11 +166,11 @@ class CausalLM(nn.Module):
         return (output.logits, stats) if return_stats else output.logits
 
     def new_cache(self, batch: int, after: object = None) -> Cache:
-        """For generating `batch` texts token by token; `after` is the full cache that it replaces."""
+        """Make a cache to generate `batch` texts token by token; `after` is the full one that it replaces."""
         return Cache()
 
     def new_row(self) -> RaggedRows:
-        """For a text that others may join: see `attractor.serve.decode.sequences`."""
+        """Make a cache for a text that others may join: see `attractor.serve.decode.sequences`."""
         return RaggedRows()
 
     def apn_layers(self) -> dict[int, APN]:

@@ -14,12 +14,11 @@ from typing import Any, Literal, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from attractor.checkpoint import tensors_hash
 from attractor.config import APNConfig, check_choice
-from attractor.files import write_folder
+from attractor.files import save_tensors, write_folder
 from attractor.layer import APN, FLOATS
 from attractor.version import __version__
 
@@ -109,24 +108,27 @@ def write(
         raise ValueError(f"{bad[0]} holds numbers that are not finite; nothing was saved")
     weights = tensors_hash(model.state_dict())
     described = {
-        "format": FORMAT, "attractor": __version__, "torch": torch.__version__,
+        "format": FORMAT,
+        "attractor": __version__,
+        "torch": torch.__version__,
         "transformers": metadata.version("transformers"),
         "base": {
-            "class": type(model).__name__, "config": base_fields(model), "weights": weights,
+            "class": type(model).__name__,
+            "config": base_fields(model),
+            "weights": weights,
             "loaded_from": whole_path(model.name_or_path) if getattr(model, "name_or_path", "") else None,
         },
-        "mode": mode, "source": source, "attention": list(attention), "tensors": tensors_hash(tensors),
+        "mode": mode,
+        "source": source,
+        "attention": list(attention),
+        "tensors": tensors_hash(tensors),
         "dtypes": {place: _name(layer.encoder.dtype) for place, layer in layers.items()},
         "layers": {place: layer.config.to_dict() for place, layer in layers.items()},
-    }  # fmt: skip
+    }
     digest = _digest(described)
 
     def fill(partial: Path) -> None:
-        try:
-            told = {"format": "pt", "base": weights, "digest": digest}
-            save_file(tensors, partial / WEIGHTS, metadata=told)
-        except SafetensorError as error:
-            raise OSError(f"cannot write {folder}: {error}") from error
+        save_tensors(tensors, partial / WEIGHTS, {"format": "pt", "base": weights, "digest": digest})
         (partial / CONFIG).write_text(json.dumps({**described, "digest": digest}, indent=2))
 
     write_folder(folder.absolute(), fill)
@@ -177,8 +179,8 @@ def read(folder: str | Path, dim: int, backend: str) -> Saved:
                 for place, fields in configs.items()
             }
         with safe_open(folder / WEIGHTS, framework="pt") as file:
-            told = file.metadata() or {}
-            if (told.get("base"), told.get("digest")) != (base["weights"], digest):
+            metadata = file.metadata() or {}
+            if (metadata.get("base"), metadata.get("digest")) != (base["weights"], digest):
                 raise ValueError("its two files belong to different retrofits")
             tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 (no dict)
         _fill(layers, tensors)
@@ -187,8 +189,16 @@ def read(folder: str | Path, dim: int, backend: str) -> Saved:
         return Saved(
             dict(base["config"]), str(base["weights"]), described["mode"], layers, source, tuple(attention)
         )
-    except (OSError, LookupError, TypeError, AttributeError, ValueError, RuntimeError, RecursionError,
-            SafetensorError) as error:  # fmt: skip
+    except (
+        OSError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        ValueError,
+        RuntimeError,
+        RecursionError,
+        SafetensorError,
+    ) as error:
         raise ValueError(f"{folder} holds no retrofit that can be read: {error}") from error
 
 

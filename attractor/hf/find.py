@@ -100,8 +100,8 @@ def _in_blocks(model: nn.Module) -> list[Place]:
     }
     if len(found) > 1:  # one that sees has FFNs elsewhere too
         decoder = getattr(model, "get_decoder", lambda: model)() or model
-        inside = {id(module) for module in decoder.modules()}
-        text = {path: names for path, names in found.items() if id(model.get_submodule(path)) in inside}
+        inside = set(decoder.modules())
+        text = {path: names for path, names in found.items() if model.get_submodule(path) in inside}
         found = text if len(text) == 1 else found
     if len(found) == 1:
         return places_at(model, next(iter(found.values())))

@@ -29,7 +29,24 @@ def retrofit(
     """Give a Hugging Face causal language model APN layers. The model's own modules stay what they are.
 
     `mode="beside"` adds an APN layer to each FFN, whose update is zero until it learns: the logits stay the
-    same. `mode="replace"` distils each FFN into an APN layer on a `sample` of text. See `Retrofit.add`.
+    same. `mode="replace"` distils each FFN into an APN layer on a `sample` of text. All options are in
+    `attractor.hf.build.Options`; `name` tells several retrofits of one model apart.
+
+    >>> import torch
+    >>> from attractor import APNConfig, retrofit
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(
+    ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    ... )
+    >>> base = LlamaForCausalLM(config).eval()
+    >>> tokens = torch.tensor([[1, 2, 3]])
+    >>> before = base(tokens).logits
+    >>> net = retrofit(base, APNConfig(num_patches=8, rank=4))
+    >>> list(net.apn_layers()), torch.equal(net(tokens).logits, before)
+    ([0, 1], True)
+
+    A model whose FFNs are not found is a ValueError that says how to name them; an unknown option is a
+    TypeError.
     """
     net = Retrofit(model)
     net.add(name, config, **options)
@@ -39,9 +56,23 @@ def retrofit(
 def load_retrofit(
     base: Any, folder: str | Path, *, name: str = "default", backend: str = "auto"
 ) -> "Retrofit":
-    """A saved retrofit on its base: a model, or a `Retrofit` that is to hold this one too, under `name`.
+    """Read a saved retrofit onto its `base`: a model, or a `Retrofit` that is to hold this one too.
 
-    Whatever does not fit is a ValueError, and then nothing has changed.
+    >>> import tempfile, torch
+    >>> from attractor import APNConfig, load_retrofit, retrofit
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(
+    ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    ... )
+    >>> base = LlamaForCausalLM(config).eval()
+    >>> tokens, folder = torch.tensor([[1, 2, 3]]), tempfile.mkdtemp()
+    >>> retrofit(base, APNConfig(num_patches=8, rank=4)).save_pretrained(folder)
+    >>> again = LlamaForCausalLM(config).eval()
+    >>> _ = again.load_state_dict(base.state_dict())
+    >>> torch.equal(load_retrofit(again, folder)(tokens).logits, base(tokens).logits)
+    True
+
+    A folder that is damaged, or was made over another base, is a ValueError, and nothing has changed then.
     """
     net = base if isinstance(base, Retrofit) else Retrofit(base)
     net._check_new(name)

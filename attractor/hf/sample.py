@@ -17,10 +17,10 @@ from attractor.lm import mode
 Sample = Tensor | Sequence[str]
 
 SEQUENCES = 8
-"""So many sequences of a sample are read at once."""
+"""The sequences of a sample that are read at once."""
 ROUNDS = 25
 MOST_NUMBERS = 1 << 27
-"""Of inputs and outputs of FFNs that are kept at a time: half a gigabyte."""
+"""The numbers that are kept of inputs and outputs of FFNs at a time: half a gigabyte."""
 
 
 def sample_batches(model: Any, sample: Sample, tokenizer: Any = None) -> list[Tensor]:
@@ -70,7 +70,7 @@ class _Read(Exception):
 def _read(
     model: Any, places: Sequence[Place], batches: list[Tensor], with_outputs: bool
 ) -> tuple[list[Tensor], Sequence[Tensor | None]]:
-    """In float32; an output is without a residual that it adds."""
+    """Read inputs and outputs in float32; an output is without a residual that it adds."""
     inputs: list[list[Tensor]] = [[] for _ in places]
     outputs: list[list[Tensor]] = [[] for _ in places]
 

@@ -16,7 +16,7 @@ from attractor.layer import APN, RoutingStats
 
 
 class Site:
-    """`apn` is the layer at work, if any: beside the FFN, or, if it `replaces`, instead of it."""
+    """The place of an FFN. `apn` is the layer at work: beside it, or if it `replaces`, in its place."""
 
     def __init__(self, place: Place) -> None:
         self.place = place
@@ -64,12 +64,12 @@ class Site:
                 update = update + residual
             return update
         output = self.ffn(*arguments, **options)
-        if isinstance(output, tuple):  # a mixture of experts that tells its routing too
+        if isinstance(output, tuple):  # a mixture of experts that returns its routing too
             return self._sum(output[0], update), *output[1:]
         return self._sum(output, update)
 
     def listen(self, attention: Sequence[nn.Module]) -> None:
-        """From now on a source hands over what these modules add, beside what it is given."""
+        """Let a source hand over what these modules add, beside what it is given."""
         for hook in self.hooks:
             hook.remove()
         self.hooks = [module.register_forward_hook(self._keep) for module in attention]

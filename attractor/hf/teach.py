@@ -2,7 +2,7 @@
 
     done = teach(CausalLM(net, context=256), net.trainable_parameters(), train, validation, steps=300)
 
-The model ends as it was at its best. `keep` is called at every new best: whoever saves it there has it
+The model ends as it was at its best. `keep` is called at every new best: what it saves is there
 before something goes wrong.
 """
 

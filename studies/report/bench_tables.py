@@ -17,8 +17,8 @@ OF_ANOTHER_KIND = (PAPER, FOLIO)
 """No part of means: the one has next to nothing to learn from, the other holds A's own plays."""
 
 
-def told(bench: Bench) -> list[Table]:
-    """What a terminal shows."""
+def in_terminal(bench: Bench) -> list[Table]:
+    """Return the tables that a terminal shows."""
     found = [
         shift_table(f"{source} \u2192 {shift}, {seeds_of(rows)}", rows)
         for source, shifts in bench.shifts.items()
@@ -77,7 +77,7 @@ def overview(source: str, shifts: Mapping[str, Rows]) -> Table:
 
 
 def _has_gains(rows: Rows) -> bool:
-    """Where dense full gained nothing, nobody has a share of it: such a shift has no part in means."""
+    """Whether dense full gained anything: where it did not, there is no share of it to have."""
     return any(row["full_gained"] > 0 for row in rows.values())
 
 

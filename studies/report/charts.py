@@ -100,9 +100,9 @@ def _spots(row: Mapping[str, Any]) -> dict[str, Spot]:
     found = {}
     for way in ("alone", "guarded"):
         now = row[way]
-        told = [now[key] for key in ("forgetting", "gain", "B", "B_over_full")]
-        told += [*now["forgetting_interval"], *now["B_over_full_interval"]]
-        if not all(value is not None and math.isfinite(value) for value in told):
+        values = [now[key] for key in ("forgetting", "gain", "B", "B_over_full")]
+        values += [*now["forgetting_interval"], *now["B_over_full_interval"]]
+        if not all(value is not None and math.isfinite(value) for value in values):
             return {}
         gains = gain_interval(row, way) or (now["gain"], now["gain"])
         found[way] = Spot(now["forgetting"], now["gain"], now["forgetting_interval"], gains)
@@ -315,8 +315,8 @@ def _title(axes: Axes, title: str, better: str, left_out: Sequence[str]) -> None
     axes.set_title(better, loc="right", fontsize=8, color="#555555")
     if left_out:
         more = f" and {len(left_out) - 2} more" if len(left_out) > 2 else ""
-        told = f"not drawn, not finite: {'; '.join(left_out[:2])}{more}"
-        axes.text(0.98, 0.02, told, transform=axes.transAxes, ha="right", fontsize=7.5, color="#555555")
+        note = f"not drawn, not finite: {'; '.join(left_out[:2])}{more}"
+        axes.text(0.98, 0.02, note, transform=axes.transAxes, ha="right", fontsize=7.5, color="#555555")
 
 
 def _handle(name: str, look: Look, large: bool) -> Line2D:

@@ -17,7 +17,22 @@ STUDIES = {
     "sensitivity": "What the options of a layer do",
     "match": "Models of like size on several texts",
     "retrofit": "A pretrained model learns a domain",
+    "facts": "A pretrained model is taught facts",
+    "guarded streams at a rate that falls": "Streams without labels, at rates that fall",
+    "bench layer": "The time of a layer",
+    "bench layer --sweep": "The time of a layer, over many sizes",
 }
+FACT_METHODS = {
+    "basins": "lessons in basins",
+    "full": "full fine-tuning",
+    "full, kl": "full fine-tuning with KL to the base",
+    "full, replay": "full fine-tuning with background text replayed",
+    "lora": "LoRA of rank 16",
+    "memory": "fixed patches, ranked updates",
+    "apn": "APN beside the FFNs",
+    "retrieval": "the right lesson in the prompt",
+}
+"""What the methods of the study of facts are, in words."""
 
 
 class Result(NamedTuple):
@@ -97,27 +112,28 @@ def bench_of(values: Mapping[str, Any]) -> Bench | None:
             for method, cell in cells.items()
         }
     stream = values["stream"]
-    told = {"rate": stream["rate"], "seeds": [stream]}
-    return Bench(found, {"order": stream["order"], "methods": {GUARDED: told}})
+    only = {"rate": stream["rate"], "seeds": [stream]}
+    return Bench(found, {"order": stream["order"], "methods": {GUARDED: only}})
 
 
 def provenance(values: Mapping[str, Any]) -> dict[str, str]:
     """Size, seeds, code, versions and machine, in words."""
     made = values.get("provenance") or {}
     parts = values.get("cells") or [made]  # of a grid each cell says by itself where it comes from
+    parts = [part.get("provenance", part) for part in parts]
     machine = made.get("machine") or {}
     threads = f"CPU, {machine['cpu_threads']} threads" if machine else "unknown"
     devices = dict.fromkeys((part.get("machine") or {}).get("gpu") or threads for part in parts)
-    told = {
-        "Size": str(values.get("size", "unknown")),
+    facts = {"Size": str(values["size"])} if "size" in values else {}
+    facts |= {
         "Seeds": _seeds(values),
         "Code": ", ".join(dict.fromkeys(map(_code, parts))),
         "Versions": "; ".join(dict.fromkeys(map(_versions, parts))),
         "Machine": ", ".join(devices),
     }
     if twice := values.get("pretrained_twice"):
-        told["Pretrained twice"] = ", ".join(twice)
-    return told
+        facts["Pretrained twice"] = ", ".join(twice)
+    return facts
 
 
 def _code(made: Mapping[str, Any]) -> str:
@@ -133,5 +149,6 @@ def _seeds(values: Mapping[str, Any]) -> str:
     if "seeds" in values:
         return str(values["seeds"])
     rows = values.get("rows") or {}
-    used = [values["seed"]] if "seed" in values else [row["seed"] for row in rows.values() if "seed" in row]
+    several = rows.values() if isinstance(rows, Mapping) else rows
+    used = [values["seed"]] if "seed" in values else [row["seed"] for row in several if "seed" in row]
     return ", ".join(f"number {seed}" for seed in dict.fromkeys(used)) or "see the table"

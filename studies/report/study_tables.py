@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from studies.report import bench_tables, charts
-from studies.report.readings import Result, bench_of
+from studies.report.readings import FACT_METHODS, Result, bench_of
 from studies.report.tables import MISSING, Cell, Column, Table, count, name, number, size, spread, text
 from studies.table2 import verdict
 
@@ -13,7 +13,7 @@ from studies.table2 import verdict
 def shown(result: Result) -> str:
     """What a terminal shows: tables, and sentences about them."""
     bench = bench_of(result.values)
-    tables = [*TABLES[result.study](result), *(bench_tables.told(bench) if bench else ())]
+    tables = [*TABLES[result.study](result), *(bench_tables.in_terminal(bench) if bench else ())]
     sentences = verdict(result.values) if result.study == "table2" else []
     return "\n\n".join(filter(None, [*map(text, tables), "\n".join(sentences)]))
 
@@ -229,6 +229,75 @@ def retrofit(result: Result) -> list[Table]:
     return tables
 
 
+def facts(result: Result) -> list[Table]:
+    """One line for each figure, one column for each method."""
+    methods = result.values["methods"]
+    columns = [Column("figure", words=True), *(Column(FACT_METHODS.get(m, m)) for m in methods)]
+    chunks = [[len(_chunks(cell)) for cell in _cells(result, method)] for method in methods]
+    lines = [[name("chunks taught"), *(number(min(taught, default=None), "d") for taught in chunks)]]
+    titles = dict.fromkeys(title for row in methods.values() for title in row if title != "seeds")
+    for title in titles:
+        line = [name(title)]
+        for row in methods.values():
+            known = row.get(title, {})
+            ends = (known["least"], known["most"]) if len(row["seeds"]) > 1 and known else None
+            form = ",.0f" if "bytes" in title else ".5f" if "background" in title else ".4f"
+            line.append(number(known.get("mean"), form, ends))
+        lines.append(line)
+    return [
+        Table("Shares of right answers, and rises of perplexity as shares; seeds in brackets", columns, lines)
+    ]
+
+
+def _cells(result: Result, method: str) -> list[Mapping[str, Any]]:
+    first, _, keep = method.partition(", ")
+    return [
+        cell
+        for cell in result.values["cells"]
+        if (cell["settings"]["method"], cell["settings"]["keep"]) == (first, keep or "nothing")
+    ]
+
+
+def _chunks(cell: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Without the revisions and the capitals, which are taught after all chunks."""
+    return [chunk for chunk in cell["chunks"] if chunk["name"].startswith("chunk ")]
+
+
+def stream_rates(result: Result) -> list[Table]:
+    columns = [Column("method", words=True), Column("rate"), Column("horizon, bytes"), Column("seeds")]
+    titles = {
+        "final": "loss at the end",
+        "progressive": "before learning",
+        "new_texts": "before learning, new texts",
+    }
+    columns += [Column(title, "nats per byte") for title in titles.values()]
+    lines = []
+    for row in result.values["summary"]:
+        line = [name(row["method"]), number(row["rate"], "g"), number(row["horizon_tokens"], ",d")]
+        line += [number(row["seeds"], "d"), number(row["final"], ".4f", spread(row["final_seeds"]))]
+        lines.append([*line, number(row["progressive"], ".4f"), number(row["new_texts"], ".4f")])
+    return [Table("Mean over seeds, and the smallest and largest", columns, lines)]
+
+
+def bench_layer(result: Result) -> list[Table]:
+    """Every backend and every peer at every size."""
+    ratios = {"forward": "forward", "forward + backward": "forward_backward", "memory": "extra_memory"}
+    columns = [Column("d, tokens, K, r, k", words=True), Column("layer", words=True), Column("parameters")]
+    columns += [Column(title, "over dense") for title in ratios]
+    columns += [Column("forward + backward, \u00b5s"), Column("launched one by one, \u00b5s")]
+    lines = []
+    for part in result.values["results"]:
+        shape = ", ".join(str(part["size"][key]) for key in ("dim", "tokens", "num_patches", "rank", "top_k"))
+        for row in part["rows"]:
+            line = [name(shape), name(row["name"]), count(row["parameters"])]
+            line += [number(row.get(f"{key}_over_dense"), ".2f") for key in ratios.values()]
+            times = (row.get("forward_backward"), row.get("eager_forward_backward"))
+            lines.append([*line, *(number(None if t is None else 1e6 * t, ",.0f") for t in times)])
+    return [
+        Table(f"{result.values['config']['dtype']}, replayed CUDA graphs where there are any", columns, lines)
+    ]
+
+
 TABLES: dict[str, Callable[[Result], list[Table]]] = {
     "shifts": lambda result: [],
     "forgetting": forgetting,
@@ -237,6 +306,10 @@ TABLES: dict[str, Callable[[Result], list[Table]]] = {
     "sensitivity": sensitivity,
     "match": match,
     "retrofit": retrofit,
+    "facts": facts,
+    "guarded streams at a rate that falls": stream_rates,
+    "bench layer": bench_layer,
+    "bench layer --sweep": bench_layer,
 }
 """Study -> its own tables, beside those of the benchmark."""
 CHARTS: dict[str, Callable[[Result], dict[str, str]]] = {

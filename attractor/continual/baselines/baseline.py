@@ -62,7 +62,7 @@ class Baseline:
 
     @property
     def learning_rate(self) -> float:
-        """Of the next step; whoever has a schedule sets it."""
+        """The learning rate of the next step; a schedule may set it."""
         return float(self.optimizer.param_groups[0]["lr"])
 
     @learning_rate.setter
@@ -179,7 +179,7 @@ class Memory:
         return self.inputs[chosen], self.targets[chosen]
 
     def offer(self, inputs: Tensor, targets: Tensor) -> None:
-        """Of all sequences ever offered, with those it began with, each is kept with the same chance."""
+        """Offer sequences: of all so far and those at the start, each is kept with the same chance."""
         ranks = self.offered + 1 + torch.arange(len(inputs))
         places = (torch.rand(len(inputs), generator=self._generator, dtype=torch.float64) * ranks).long()
         kept = {place: row for row, place in enumerate(places.tolist()) if place < len(self.inputs)}

@@ -97,7 +97,7 @@ class LoRA(Baseline):
 
 
 def _linear_maps(model: GPT, targets: TargetsName) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
-    """Whoever owns a linear map, under which name, and the map."""
+    """Yield the modules that own linear maps, the name there, and the map."""
     for block in model.blocks:
         places: list[tuple[nn.Module, str]] = []
         if targets != "ffn":

@@ -28,7 +28,7 @@ class Projecting(Baseline):
         super().__init__(model, train, **options)
 
     def old_gradients(self) -> Tensor:
-        """(m, n) one row for each."""
+        """Return the gradients of old texts (m, n), one row for each."""
         raise NotImplementedError
 
     def project(self, vector: Tensor, old: Tensor) -> Tensor:

@@ -1,0 +1,272 @@
+"""The questions that the first page of the results answers, each with one table from the JSON of results."""
+
+import math
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from studies.report import bench_tables
+from studies.report.readings import FACT_METHODS, Result, bench_of
+from studies.report.tables import MISSING, Cell, Column, Table, name, number
+from studies.shifts import WAYS
+from studies.statistics import mean, transfer
+
+Results = Mapping[str, Result]
+"""Study -> the first of its results."""
+
+
+class Question(NamedTuple):
+    """A question, the studies that its answer is taken from, and its table; the first has the figure."""
+
+    title: str
+    studies: Sequence[str]
+    table: Callable[[Results], Table]
+    figure: str = ""  # how the name of its file ends
+    any_study: bool = False  # answered by those of its studies that are there
+
+    def answered_by(self, studies: Container[str]) -> bool:
+        return (any if self.any_study else all)(study in studies for study in self.studies)
+
+
+def percent(value: float | None) -> Cell:
+    return Cell(MISSING) if value is None else Cell(f"{value:.1%}", value)
+
+
+def rise(value: float | None) -> Cell:
+    """By how much a perplexity rose; what is small has more digits."""
+    if value is None:
+        return Cell(MISSING)
+    digits = 0 if abs(value) >= 1 else 1 if abs(value) >= 0.01 else 3
+    return Cell(f"{value:+.{digits}%}" if value else "0%", value)
+
+
+def facts_table(caption: str, figures: Mapping[str, str]) -> Callable[[Results], Table]:
+    """A table of some figures of the study of facts: column -> what the figure is called there."""
+
+    def table(results: Results) -> Table:
+        columns = [Column("what learns", words=True), Column("seeds"), *map(Column, figures)]
+        lines = []
+        for method, row in results["facts"].values["methods"].items():
+            means = {title: row.get(key, {}).get("mean") for title, key in figures.items()}
+            cells = [(rise if "perplexity" in title else percent)(mean) for title, mean in means.items()]
+            lines.append([name(FACT_METHODS.get(method, method)), number(len(row["seeds"]), "d"), *cells])
+        return Table(caption, columns, lines)
+
+    return table
+
+
+SHOWN = (
+    "dense, full",
+    "dense, FFN only",
+    "dense, LoRA on all",
+    "dense, EWC 1",
+    "dense, replay 5 %",
+    "MoE, FFN only",
+    "APN, full",
+    "APN, paper rule",
+    "APN, strictly local",
+)
+"""The methods of `shifts` that the first page shows; of unknown ones the first few."""
+
+
+def _first_shifts(result: Result) -> tuple[str, dict[str, Mapping[str, Any]]]:
+    """The first pretraining text, and the first two of the shifts from it that have a part in means."""
+    bench = bench_of(result.values)
+    assert bench is not None
+    (source, shifts), *_ = bench.shifts.items()
+    chosen = [shift for shift in shifts if shift not in bench_tables.OF_ANOTHER_KIND][:2]
+    return source, {shift: shifts[shift] for shift in chosen}
+
+
+def _risen(row: Mapping[str, Any], way: str) -> Cell:
+    return rise(row[way]["A"] / row["A_before"] - 1)
+
+
+def domains(results: Results) -> Table:
+    """The rise of the old text's perplexity, and the perplexity of the new text."""
+    source, shifts = _first_shifts(results["shifts"])
+    columns = [Column("what learns", words=True)]
+    for shift in shifts:
+        columns += [Column(f"{source} after {shift}, {way}") for way in WAYS]
+        columns.append(Column(f"perplexity of {shift}"))
+    first, *_ = shifts.values()
+    lines = []
+    for method in [method for method in SHOWN if method in first] or list(first)[: len(SHOWN)]:
+        line = [name(method)]
+        for rows in shifts.values():
+            line += [_risen(rows[method], way) for way in WAYS]
+            line.append(number(rows[method]["alone"]["B"]))
+        lines.append(line)
+    caption = f"Rise of the perplexity of {source}, and the perplexity of the text that was learned"
+    return Table(caption, columns, lines)
+
+
+def streams(results: Results) -> Table:
+    """What is left at the end of the stream, and what was predicted before it was learned."""
+    found = results["shifts"].values["streams"]
+    titles = ("loss at the end", "lost at the end, worst text", "loss before learning")
+    columns = [Column("what learns", words=True), *(Column(title, "nats per byte") for title in titles)]
+    lines = []
+    for method, part in found["methods"].items():
+        figures = [transfer(seed["matrix"], found["order"]) for seed in part["seeds"]]
+        before = [mean(seed["progressive"]) for seed in part["seeds"] if None not in seed["progressive"]]
+        line = [
+            name(method),
+            *(number(mean([f[key] for f in figures])) for key in ("final", "worst_forgetting")),
+        ]
+        lines.append([*line, number(mean(before) if len(before) == len(figures) else None)])
+    lines.sort(key=lambda line: line[1].value if isinstance(line[1].value, float) else math.inf)
+    return Table("The best first", columns, lines)
+
+
+def quality(results: Results) -> Table:
+    """Nats behind the best dense model on every text, beside what a model has and costs."""
+    datasets = results["match"].values["datasets"]
+    first, *_ = datasets
+    dense = datasets[first].get("dense", {})
+    costs = {"parameters": "parameters", "multiply-adds": "multiply_adds_per_token"}
+    columns = [Column("model", words=True), *(Column(f"{title} / dense") for title in costs)]
+    columns += [Column(f"nats behind dense, {dataset}") for dataset in datasets]
+    lines = []
+    for model, row in datasets[first].items():
+        line = [name(model)]
+        for key in costs.values():
+            known = row.get(key) and dense.get(key)
+            line.append(number(row[key] / dense[key] if known else None, ".2f"))
+        behind = [_loss(models[model]) - _best_dense(models) for models in datasets.values()]
+        lines.append([*line, *(number(nats, "+.3f") for nats in behind)])
+    return Table(f"Parameters and multiply-adds are those on {first}", columns, lines)
+
+
+def _loss(row: Mapping[str, Any]) -> float:
+    return math.inf if None in row["val_loss"] else mean(row["val_loss"])
+
+
+def _best_dense(models: Mapping[str, Any]) -> float:
+    losses = (_loss(row) for model, row in models.items() if model.startswith("dense"))
+    return min(losses, default=math.nan)
+
+
+RATIOS = {
+    "forward": "forward_over_dense",
+    "forward + backward": "forward_backward_over_dense",
+    "memory": "extra_memory_over_dense",
+    "forward + backward, launched one by one": "eager_forward_backward_over_dense",
+}
+
+
+def _layers(result: Result) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The sizes that were measured but for extreme ones, and the figures of our fastest backend there."""
+    for part in result.values["results"]:
+        ours = [row for row in part["rows"] if row["name"] in ("triton", "grouped")]
+        size = part["size"]
+        if size["tokens"] < 256 or size["num_patches"] > 4096:
+            continue
+        shape = f"d = {size['dim']}, {size['tokens']} tokens, {size['top_k']} of {size['num_patches']}"
+        yield f"{shape}, rank {size['rank']}", ours[0]
+
+
+def speed(results: Results) -> Table:
+    columns = [Column("layer", words=True), *(Column(f"{title} / dense") for title in RATIOS)]
+    lines = [
+        [name(size), *(number(row.get(key), ".2f") for key in RATIOS.values())]
+        for size, row in _layers(results["bench layer"])
+    ]
+    return Table("Time and memory of one layer over those of a dense FFN of width 4 d", columns, lines)
+
+
+Loss = tuple[str, Cell, Cell, str]
+"""Where something else is better: what is compared, an APN's figure, the other figure, and whose it is."""
+
+
+def losses(results: Results) -> Table:
+    columns = [
+        Column("where", words=True),
+        Column("APN"),
+        Column("beside it"),
+        Column("which is", words=True),
+    ]
+    found = [loss for study, lost in LOSSES.items() if study in results for loss in lost(results[study])]
+    lines = [[name(where), ours, other, name(whose)] for where, ours, other, whose in found]
+    return Table("Figures of an APN beside something that is better there", columns, lines)
+
+
+def _lost_facts(result: Result) -> Iterator[Loss]:
+    own = result.values["methods"]["basins"]
+    cells = [cell for cell in result.values["cells"] if cell["settings"]["method"] == "basins"]
+    before = percent(mean([cell["original"]["capitals"]["kept, question 0"] for cell in cells]))
+    kept = percent(own["other capitals, question"]["mean"])
+    yield "capitals of other countries, after 15 wrong ones were taught", kept, before, "the base"
+    taught, never = (percent(own[form]["mean"]) for form in ("taught form", "second sentence never taught"))
+    yield "a form never taught (the second sentence)", never, taught, "the taught form"
+
+
+def _lost_shifts(result: Result) -> Iterator[Loss]:
+    source, shifts = _first_shifts(result)
+    for shift, rows in shifts.items():
+        if {"APN, paper rule", "MoE, FFN only"} <= set(rows):
+            ours, experts = (_risen(rows[method], "alone") for method in ("APN, paper rule", "MoE, FFN only"))
+            where = f"rise of {source}'s perplexity after {shift}, without a guard"
+            yield where, ours, experts, "a mixture of experts"
+    ends = {line[0].text: line[1] for line in streams({"shifts": result}).rows}
+    apn, dense = (ends.get(f"{model}, guarded, no labels") for model in ("APN", "dense"))
+    if apn and dense:
+        where = "the stream without labels, nats per byte at the end"
+        yield where, apn, dense, "copies of a dense model, guarded"
+
+
+def _lost_match(result: Result) -> Iterator[Loss]:
+    for dataset, models in result.values["datasets"].items():
+        for model in ("APN, equal parameters", "APN, the paper's"):
+            if model in models and _loss(models[model]) > _best_dense(models):
+                ours, dense = number(_loss(models[model])), number(_best_dense(models))
+                yield f"{dataset}, nats: {model}", ours, dense, "the best dense model"
+
+
+def _lost_time(result: Result) -> Iterator[Loss]:
+    for size, row in _layers(result):
+        if (ratio := row["forward_backward_over_dense"]) > 1:
+            ours, dense = number(ratio, ".2f"), number(1.0, ".2f")
+            yield f"time, forward + backward: {size}", ours, dense, "a dense FFN"
+
+
+LOSSES: dict[str, Callable[[Result], Iterator[Loss]]] = {
+    "facts": _lost_facts,
+    "shifts": _lost_shifts,
+    "match": _lost_match,
+    "bench layer --sweep": _lost_time,
+}
+
+QUESTIONS = (
+    Question(
+        "What does it forget when it is taught facts?",
+        ["facts"],
+        facts_table(
+            "After all chunks of facts were taught",
+            {
+                "first chunk still known": "first chunk",
+                "last chunk known": "last chunk",
+                "perplexity of the worst of four texts": "worst background text",
+            },
+        ),
+    ),
+    Question(
+        "What does it know after lessons?",
+        ["facts"],
+        facts_table(
+            "Right answers, over all facts",
+            {
+                "taught form": "taught form",
+                "first question never taught": "first question never taught",
+                "second question": "second question never taught",
+                "first sentence never taught": "first sentence never taught",
+                "second sentence": "second sentence never taught",
+                "revised facts": "revised",
+            },
+        ),
+    ),
+    Question("What does it forget when it learns a whole text?", ["shifts"], domains, "pareto_shakespeare"),
+    Question("What is left after a stream of texts without labels?", ["shifts"], streams, "stream"),
+    Question("Is it as good as a dense FFN?", ["match"], quality, "mixture_bytes"),
+    Question("Is it fast?", ["bench layer"], speed),
+    Question("Where does it lose?", list(LOSSES), losses, any_study=True),
+)
