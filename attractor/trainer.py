@@ -348,7 +348,9 @@ def make_optimizer(model: nn.Module, train: TrainConfig, *, fused: bool = False)
     for module in model.modules():
         if isinstance(module, APN):
             undecayed |= {
-                p for name, p in module.named_parameters() if ROLES[name] in ("gates", "prototypes")
+                p
+                for name, p in module.named_parameters()
+                if ROLES[name] in ("gates", "prototypes") or name == "codebooks"
             }
     groups = [
         {"params": [p for p in model.parameters() if p not in undecayed], "weight_decay": train.weight_decay},

@@ -11,12 +11,13 @@ in the order of their patches and the tiles they are cut into. Shape suffixes as
 import importlib.util
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attractor.ops import launch, reference
+from attractor.ops import gathered, launch, reference
 from attractor.ops.launch import Plan, Shape
 from attractor.ops.reference import APNOutput
 
@@ -514,7 +515,26 @@ def apn(
     projection_gdm: Tensor | None = None,
     keep_nk: Tensor | None = None,
     radius_K: Tensor | None = None,
+    sparse: bool = False,
 ) -> APNOutput:
+    if P_Km.dim() == 3:
+        return reference.apn(
+            z_nd,
+            P_Km,
+            V_dr,
+            a_Kr,
+            b_Kr,
+            U_Kqd,
+            top_k=top_k,
+            temperature=temperature,
+            scale=scale,
+            routing=routing,
+            U0_rd=U0_rd,
+            A_Krq=A_Krq,
+            keep_nk=keep_nk,
+            sparse=sparse,
+            decode=partial(gathered.decode, sparse=sparse),
+        )
     if U0_rd is not None or projection_gdm is not None or V_dr.shape[1] > MOST_RANK:
         return reference.apn(
             z_nd,
