@@ -27,10 +27,22 @@ from attractor.ops.kernels.forward import (
     route,
     scan_chunks,
 )
+from attractor.ops.kernels.product import (
+    codebook_gradient,
+    codebook_parts,
+    gather_backward,
+    gather_decode,
+    route_pairs,
+    sum_runs,
+    sum_spans,
+    token_gradient,
+)
 
 __all__ = [
     "add_up",
     "bank_backward",
+    "codebook_gradient",
+    "codebook_parts",
     "combine",
     "count",
     "decode",
@@ -38,10 +50,16 @@ __all__ = [
     "encoder_backward",
     "few_scores",
     "few_tokens",
+    "gather_backward",
+    "gather_decode",
     "make_plan",
     "place",
     "route",
+    "route_pairs",
     "scan_chunks",
     "sum_parts",
+    "sum_runs",
+    "sum_spans",
     "token_backward",
+    "token_gradient",
 ]
