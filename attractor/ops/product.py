@@ -59,7 +59,9 @@ def product_forward(
     exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     blocks = shape.blocks("route") | ({"BD": min(32, power(d, 16)), "num_stages": 2} if float32 else {})
     blocks["BK"] = min(blocks["BK"], power(N, 16))
-    rows = min(top_k, N)
+    split, rows = float32 and not (exact and z_nd.dtype == C_2Nm.dtype), min(top_k, N)
+    if rows > 8 or (float32 and not split) or launch.little_shared_memory():  # so that registers suffice
+        blocks |= {"BN": min(blocks["BN"], 64), "BK": min(blocks["BK"], 128)}
     kernels.route_pairs[(-(-n // blocks["BN"]),)](
         z_nd,
         C_2Nm,
@@ -80,7 +82,7 @@ def product_forward(
         k=top_k,
         k_P=power(top_k, 2),
         COSINE=cosine,
-        SPLIT=float32 and not (exact and z_nd.dtype == C_2Nm.dtype),
+        SPLIT=split,
         HAS_KEEP=keep_nk is not None,
         **shape.sizes(),
         **shape.dots(),

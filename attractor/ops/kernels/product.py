@@ -72,7 +72,7 @@ def best_rows(
         acc = tl.where(acc == acc, acc, float("inf"))  # a broken row is chosen, and its NaN shows
         acc = tl.where(acc > LEAST, acc, LEAST)  # every row beats an empty slot
         acc = tl.where((codes < N)[None, :], acc, float("-inf"))
-        best, best_row = keep_best(acc, best, best_row, first, k, k_P, BK)
+        best, best_row = keep_best(acc, best, best_row, first, k, k_P, BK, k <= 4)
     return best_first(best, best_row, k, k_P)
 
 
@@ -99,7 +99,7 @@ def best_pairs(
     patch = tl.reshape(tl.where(there, patch, NOBODY), (BN, h_P * h_P))
     ordered = tl.full((BN, k_P), float("-inf"), tl.float32)
     ordered_patch = tl.zeros((BN, k_P), tl.int32)
-    for slot in tl.static_range(k):
+    for slot in range(k):
         top = tl.max(score, 1)
         lowest = tl.min(tl.where(score == top[:, None], patch, NOBODY), 1)
         ordered = tl.where((slots == slot)[None, :], top[:, None], ordered)
