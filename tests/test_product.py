@@ -249,6 +249,21 @@ def test_sparse_gradients_break_a_compiled_graph_and_stay_sparse():
     assert layer.decoder.grad.is_sparse
 
 
+def test_meta_device():
+    layer = APN(**SMALL, device="meta")
+    assert layer(torch.randn(3, 12, device="meta")).shape == (3, 12)
+    layer.to_empty(device="cpu").reset_parameters()
+    assert float(layer.codebooks.detach().std()) == pytest.approx(0.3, rel=0.2)
+    assert layer(torch.randn(3, 12)).isfinite().all()
+
+
+def test_function_transforms():
+    layer = build(dtype=torch.float64)
+    x = torch.randn(4, 12, dtype=torch.float64)
+    jacobian = torch.func.jacrev(layer)(x)
+    assert torch.allclose(jacobian, torch.autograd.functional.jacobian(layer, x))
+
+
 def test_autocast_routes_in_float32():
     layer = build(dim=32, num_patches=64)
     x = torch.randn(200, 32)

@@ -54,10 +54,10 @@ def apn(z_nd: Tensor, *tensors: Tensor | None, backend: str = "auto", **options:
     elif reason := why_not(backend, z_nd.device, z_nd.dtype):
         raise ValueError(f"backend={backend!r} cannot run: {reason}")
     run = BACKENDS[backend]
-    if options.get("sparse"):
+    if options.get("sparse") and backend == "reference":
+        options["decode"] = partial(gathered.decode, sparse=True)
+    if options.get("sparse") and torch.compiler.is_compiling():
         run = torch.compiler.disable(run)  # which knows no sparse gradients: it calls us outside its graph
-        if backend == "reference":
-            options["decode"] = partial(gathered.decode, sparse=True)
     return run(z_nd, *tensors, **options)
 
 
