@@ -309,7 +309,10 @@ def test_rows_that_are_not_finite(backend):
     assert (stats.indices[~good] == -1).all()
     assert torch.equal(stats.indices[good], expected_stats.indices[good])
     assert stats.balance.isfinite()
+    loss = (damaged + update).square().mean()  # also when nobody masks the loss
     parameters, upstream = list(layer.parameters()), torch.randn_like(update[good])
+    unmasked = torch.autograd.grad(loss, parameters, retain_graph=True)
+    assert all(gradient.isfinite().all() for gradient in unmasked)
     got = torch.autograd.grad(update[good], parameters, upstream)
     torch.testing.assert_close(got, torch.autograd.grad(expected[good], parameters, upstream))
 

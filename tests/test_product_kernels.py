@@ -1,9 +1,12 @@
 """The kernels of product prototypes against the float64 reference, interpreted where there is no GPU."""
 
 import copy
+from contextlib import contextmanager
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from test_fused import DEVICE, LIMITS, ON_GPU, every_dtype, relative_rms
 from test_layer import needs_triton
 from test_product import build
@@ -81,23 +84,41 @@ def test_every_option(options, dtype):
     assert_matches(layer, tokens_of(layer, 500 if ON_GPU else 5 if layer.dim > 1000 else 21))
 
 
-@every_dtype
-@pytest.mark.parametrize("gate", ["vector", "scalar"])
-@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
-def test_long_runs(gate, sparse, dtype, monkeypatch):
-    """Patches with many spans, with a full last one and not, next to each other and to short ones."""
-    if not ON_GPU:  # a sixteenth of the pairs: the interpreter takes its time
-        from attractor.ops.kernels import product as kernels
+@contextmanager
+def short_spans():
+    """Where there is no GPU a sixteenth of the pairs is enough: the interpreter takes its time."""
+    from attractor.ops.kernels import product as kernels
 
-        monkeypatch.setattr(launch, "SPAN", launch.SPAN // 16)
-        monkeypatch.setattr(kernels, "SPAN", type(kernels.SPAN)(launch.SPAN))
-    span = launch.SPAN
-    counts = [3 * span, 1, 2 * span + 1, span, span + 1, 1, span - 1]
+    with pytest.MonkeyPatch.context() as patch:
+        if not ON_GPU:
+            patch.setattr(launch, "SPAN", launch.SPAN // 16)
+            patch.setattr(kernels, "SPAN", type(kernels.SPAN)(launch.SPAN))
+        yield launch.SPAN
+
+
+@every_dtype
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_long_runs(sparse, dtype):
+    """Patches with many spans, with a full last one and not, next to each other and to short ones."""
+    with short_spans() as span:
+        counts = [3 * span, 1, 2 * span + 1, span, span + 1, 1, span - 1]
+        assert_sums(counts, 1, sparse, dtype)
+        assert_sums(counts, 6, sparse, dtype)
+
+
+@given(st.lists(st.integers(0, 13), min_size=1, max_size=6), st.booleans())
+@settings(max_examples=25)
+def test_runs_of_any_length(counts, sparse):
+    with short_spans():
+        assert_sums(counts, 1, sparse, torch.float32)
+
+
+def assert_sums(counts: list[int], width: int, sparse: bool, dtype: torch.dtype) -> None:
+    """The gradients of patches that so many tokens selected beside one that all selected."""
+    torch.manual_seed(2)
     first = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     idx = torch.stack([first[torch.randperm(len(first))], torch.full_like(first, 8)], 1).int().to(DEVICE)
     n, r, d = len(first), 3, 10
-    torch.manual_seed(2)
-    width = 6 if gate == "vector" else 1
     grad, codes, gates = (torch.randn(s).to(DEVICE) for s in ((n, d), (2 * n, r), (2 * n, width)))
     bank, bias = torch.randn(9, r, d).to(DEVICE, dtype), torch.randn(9, 3).to(DEVICE, dtype)
     patches, dU, dgates = product._product_bank_gradient(

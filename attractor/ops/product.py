@@ -355,7 +355,6 @@ def product_bank_gradient(
     outputs = (grad_U, grad_gates, part_U, part_gates)
     kernels.sum_runs[(pairs, -(-d // blocks["BD"]))](
         grad_nd,
-        idx_nk,
         code_pr,
         gates_pw,
         runs.order,

@@ -435,9 +435,18 @@ def codebook_gradient(
 
 
 @triton.jit
+def outer(grad, codes, pair, code, cols, D: tl.constexpr, R: tl.constexpr, k: tl.constexpr):
+    """What one pair adds to the gradient of its decoder: (BR, BD). A code of 0 adds nothing to nothing: the
+    gradient of a token that was not routed may be NaN.
+    """
+    amount = tl.load(codes + pair * R + code, mask=code < R, other=0.0)[:, None]
+    g = tl.load(grad + pair // k * D + cols, mask=cols < D, other=0.0).to(tl.float32)[None, :]
+    return tl.where(amount == 0, 0.0, amount * g)
+
+
+@triton.jit
 def sum_runs(
     grad,
-    idx,
     codes,
     gates,
     order,
@@ -468,20 +477,18 @@ def sum_runs(
     cols = tl.program_id(1) * BD + tl.arange(0, BD)
     numbers = tl.arange(0, W_P)
     in_gates = (numbers < W) & (tl.program_id(1) == 0)
+    # all at once: what waits for one of them waits for none of the others
     start, end = tl.load(starts + p), tl.load(ends + p)
+    own, place = tl.load(order + p).to(tl.int64), tl.load(places + p).to(tl.int64)
     if (p - start) % SPAN == 0:
         stop = tl.minimum(p + SPAN, end)
-        place = tl.load(places + p).to(tl.int64)
         # in a window of SPAN pairs at most two long runs meet: one that goes on, and one that starts
         part = (2 * (p // SPAN) + tl.where(p == start, 1, 0)).to(tl.int64)
         for begin in range(0, R, BR):
             code = begin + tl.arange(0, BR)
-            dU = tl.zeros((BR, BD), tl.float32)
-            for q in range(p, stop):
-                pair = tl.load(order + q).to(tl.int64)
-                routed = tl.load(idx + pair) >= 0
-                g = tl.load(grad + pair // k * D + cols, mask=(cols < D) & routed, other=0.0).to(tl.float32)
-                dU += tl.load(codes + pair * R + code, mask=code < R, other=0.0)[:, None] * g[None, :]
+            dU = outer(grad, codes, own, code, cols, D, R, k)
+            for q in range(p + 1, stop):
+                dU += outer(grad, codes, tl.load(order + q).to(tl.int64), code, cols, D, R, k)
             dU *= scale
             bank = code[:, None] * D + cols
             in_bank = (code < R)[:, None] & (cols < D)[None, :]
@@ -489,8 +496,8 @@ def sum_runs(
                 tl.store(grad_U + place * (R * D) + bank, dU.to(grad_U.dtype.element_ty), mask=in_bank)
             else:
                 tl.store(part_U + part * (R * D) + bank, dU, mask=in_bank)
-        dgates = tl.zeros((W_P,), tl.float32)
-        for q in range(p, stop):
+        dgates = tl.load(gates + own * W + numbers, mask=in_gates, other=0.0)
+        for q in range(p + 1, stop):
             pair = tl.load(order + q).to(tl.int64)
             dgates += tl.load(gates + pair * W + numbers, mask=in_gates, other=0.0)
         if end - start <= SPAN:
