@@ -4,7 +4,8 @@
 
 Times are medians over replays of a CUDA graph and, as "eager", of launches one by one; bfloat16. A layer
 whose indices, output or gradients do not match float64 gets no time. Kernels are timed by torch's profiler;
-their bytes (what must be read and written once) are given as a share of what a copy moves in the same run.
+their bytes are given as a share of what a copy moves in the same run: "bandwidth" counts a patch once,
+however many tokens selected it, "delivered" once for each of them, from the cache or not.
 """
 
 import argparse
@@ -157,16 +158,16 @@ def optimizer_time(layer: APN, x: Tensor, upstream: Tensor) -> float | None:
     return timed(step, graph=False)
 
 
-def kernel_bytes(layer: APN, distinct: int) -> dict[str, int]:
-    """What each kernel must read and write once."""
+def kernel_bytes(layer: APN, patches: int) -> dict[str, int]:
+    """What each kernel must read and write if it reads so many patches."""
     rank, side, size = layer.config.rank, math.isqrt(layer.num_patches), DTYPE.itemsize
     pairs, tokens = TOKENS * TOP_K, TOKENS * DIM * size
-    rows = pairs * rank * DIM * size
+    rows = patches * rank * DIM * size
     return {
         "route_pairs": tokens + side * DIM * size + pairs * 12 + TOKENS * (4 * rank + 8),
         "gather_decode": rows + tokens + pairs * (8 + 4 * rank),
         "gather_backward": rows + tokens + pairs * (12 + 16 * rank),
-        "sum_runs": tokens + distinct * rank * DIM * size + pairs * (28 + 12 * rank),
+        "sum_runs": tokens + rows + pairs * (28 + 12 * rank),
     }
 
 
@@ -198,6 +199,16 @@ def bag_times(layer: APN, x: Tensor, upstream: Tensor) -> dict[str, float | None
     return {"forward": timed(forward, graph=True), "eager_forward_backward": timed(both, graph=False)}
 
 
+def shares(moved: dict[str, int], taken: dict[str, float], bandwidth: float) -> dict[str, float]:
+    """Bytes per second of each kernel, and of choosing and gathering together, over those of a copy."""
+    found = {name: moved[name] / taken[name] / 1e-6 / bandwidth for name in moved if name in taken}
+    both = ("route_pairs", "gather_decode")
+    if found.keys() >= set(both):
+        spent = sum(taken[name] for name in both) * 1e-6
+        found["selection and gather"] = sum(moved[name] for name in both) / spent / bandwidth
+    return found
+
+
 def measure(patches: int, rank: int, sparse: bool, bandwidth: float) -> dict[str, Any]:
     layer = layer_of(patches, rank, sparse)
     x = torch.randn(TOKENS, DIM, device=DEVICE, dtype=DTYPE, requires_grad=True)
@@ -210,14 +221,11 @@ def measure(patches: int, rank: int, sparse: bool, bandwidth: float) -> dict[str
     if layer.codebooks is None:
         return row
     row["kernels"] = kernel_times(layer, x, upstream)
-    own = kernel_bytes(layer, round(row["distinct"] * TOKENS * TOP_K))
-    taken = {name: row["kernels"][name] for name in own if name in row["kernels"]}
-    row["bandwidth"] = {name: own[name] / time / 1e-6 / bandwidth for name, time in taken.items()}
-    if {"route_pairs", "gather_decode"} <= taken.keys():
-        both = ("route_pairs", "gather_decode")
-        spent = sum(taken[name] for name in both) * 1e-6
-        row["bandwidth"]["selection and gather"] = sum(own[name] for name in both) / spent / bandwidth
-        row["selection_flops"] = 2 * TOKENS * DIM * (math.isqrt(patches) + rank) / taken["route_pairs"] / 1e-6
+    pairs = TOKENS * TOP_K
+    for name, read in (("bandwidth", round(row["distinct"] * pairs)), ("delivered", pairs)):
+        row[name] = shares(kernel_bytes(layer, read), row["kernels"], bandwidth)
+    if spent := row["kernels"].get("route_pairs"):
+        row["selection_flops"] = 2 * TOKENS * DIM * (math.isqrt(patches) + rank) / spent / 1e-6
     row["embedding_bag"] = bag_times(layer, x, upstream)
     row["eager_optimizer"] = optimizer_time(layer, x, upstream)
     return row
@@ -264,7 +272,12 @@ def main() -> None:
         torch.cuda.empty_cache()
         kernels = rows[-1].get("kernels", {})
         print(patches, rank, sparse, {name: round(time, 1) for name, time in kernels.items()}, flush=True)
-        print({name: rows[-1].get(name) for name in ("bandwidth", "embedding_bag", "eager_optimizer")})
+        print(
+            {
+                name: rows[-1].get(name)
+                for name in ("bandwidth", "delivered", "embedding_bag", "eager_optimizer")
+            }
+        )
     table(rows, dense)
     sizes = {"dim": DIM, "tokens": TOKENS, "top_k": TOP_K, "dtype": str(DTYPE)}
     result = {"experiment": "product-speed", "sizes": sizes, "copy_bytes_per_second": bandwidth}
