@@ -67,7 +67,8 @@ def product_step(rank: int, dtype: torch.dtype, patches: int) -> None:
         torch.zeros(1, 1, 1, dtype=dtype).expand(patches, rank, dim),
     )
     V = torch.zeros(dim, rank, dtype=dtype)
-    outputs = product.product_forward(z, C, V, a, a, U, None, 4, 0.07, 1.0, True, dtype)
+    product.product_forward(z[:8], C, V, a, a, U, None, 4, 0.07, 1.0, True, dtype, False)  # few tokens
+    outputs = product.product_forward(z, C, V, a, a, U, None, 4, 0.07, 1.0, True, dtype, True)
     update, idx, w, confidence, *saved = outputs
     idx.zero_()
     tensors = (z, C, V, a, a, U, idx, w, *saved)

@@ -18,6 +18,8 @@ from attractor.ops import launch, product
 
 pytestmark = [needs_triton, pytest.mark.filterwarnings("ignore:.*Triton.*:UserWarning")]
 KERNELS = {
+    "few_halves",
+    "few_pairs",
     "route_pairs",
     "gather_decode",
     "gather_backward",
@@ -82,6 +84,40 @@ def assert_matches(layer: APN, x: torch.Tensor, *, seed: int = 0) -> None:
 def test_every_option(options, dtype):
     layer = layer_of(dtype, **options)
     assert_matches(layer, tokens_of(layer, 500 if ON_GPU else 5 if layer.dim > 1000 else 21))
+
+
+@every_dtype
+@pytest.mark.parametrize("count", [1, 5, product.FEW_TOKENS + 1])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gate": "scalar", "scale": 0.3, "rank": 9},
+        {"routing": "dot", "temperature": 1.0},
+        {"num_patches": 4, "top_k": 3},  # more active patches than rows
+        {"num_patches": 81, "top_k": 7, "dim": 22, "rank": 1},
+    ],
+    ids=str,
+)
+def test_without_gradients(options, count, dtype):
+    layer = layer_of(dtype, **options)
+    x = tokens_of(layer, count)
+    if count > 1:
+        x[-1, 0] = torch.nan
+    exact = copy.deepcopy(layer).double()
+    exact.backend = "reference"
+    with torch.no_grad():
+        update, stats = layer(x, return_stats=True)
+        wanted, wanted_stats = exact(x.double(), return_stats=True)
+    assert torch.equal(stats.indices, wanted_stats.indices)
+    assert torch.equal(update.isnan(), wanted.isnan())
+    few_numbers = 2 if dtype != torch.float32 else 1
+    for got, right in (
+        (update, wanted),
+        (stats.weights, wanted_stats.weights),
+        (stats.confidence, wanted_stats.confidence),
+    ):
+        assert relative_rms(got.nan_to_num(), right.nan_to_num()) < few_numbers * LIMITS[dtype]
 
 
 @contextmanager
@@ -183,7 +219,7 @@ def test_operators_are_well_behaved():
     shapes = ((9, 8), (2, 3, 4), (8, 2), (9, 2), (9, 2), (9, 2, 8))
     z, C, V, a, b, U = (torch.randn(shape, device=DEVICE) for shape in shapes)
     checks = ("test_schema", "test_faketensor")
-    options = (2, 0.5, 1.0, True, torch.float32)
+    options = (2, 0.5, 1.0, True, torch.float32, True)
     forward, backward = product._product_forward, product._product_backward
     torch.library.opcheck(forward, (z, C, V, a, b, U, None, *options), test_utils=checks)
     scalar = (z, C, V, None, b[:, :1].contiguous(), U, torch.ones(9, 2, dtype=torch.bool, device=DEVICE))

@@ -441,7 +441,7 @@ def decode(code_nkq: Tensor, U_Kqd: Tensor, idx_nk: Tensor) -> Tensor:
         code_nkq.to(dtype).contiguous(),
         U_Kqd.to(dtype).contiguous(),
         idx_nk.int().contiguous(),
-        _needs_backward(code_nkq, U_Kqd),
+        launch.needs_backward(code_nkq, U_Kqd),
     )
 
 
@@ -450,10 +450,6 @@ def decode_in_parts(code_nkq: Tensor, U_Kqd: Tensor, idx_nk: Tensor) -> Tensor:
     pieces = zip(code_nkq.split(MOST_RANK, -1), U_Kqd.split(MOST_RANK, 1), strict=True)
     first, *others = [decode(code, U, idx_nk) for code, U in pieces]
     return sum(others, first)
-
-
-def _needs_backward(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 def apn(
@@ -525,6 +521,6 @@ def apn(
         1.0 if isinstance(scale, Tensor) else float(scale),
         routing == "cosine",
         dtype,
-        _needs_backward(z_nd, P_Km, V_dr, a_Kr, b_Kr, U_Kqd),
+        launch.needs_backward(z_nd, P_Km, V_dr, a_Kr, b_Kr, U_Kqd),
     )
     return APNOutput(scale * update if isinstance(scale, Tensor) else update, idx, w, confidence)

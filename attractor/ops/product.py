@@ -20,6 +20,8 @@ from attractor.ops.reference import APNOutput
 
 MOST_RANK, MOST_ACTIVE = 64, 16
 """Up to here the kernels hold what they need in registers."""
+FEW_TOKENS, FEW_ROWS = 64, 4096
+"""Up to here, without gradients, a token and a few rows of a codebook have a program of their own."""
 WAVE = 264
 """Programs that keep a large GPU busy."""
 
@@ -43,23 +45,64 @@ def product_forward(
     scale: float,
     cosine: bool,
     dtype: torch.dtype,
+    backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """update, indices, weights, confidence; then scores, codes and inverse lengths for the backward pass."""
     from attractor.ops import kernels
 
     outputs = _fake_forward(
-        z_nd, C_2Nm, V_dr, a_Kr, b_Kr, U_Krd, keep_nk, top_k, temperature, scale, cosine, dtype
+        z_nd, C_2Nm, V_dr, a_Kr, b_Kr, U_Krd, keep_nk, top_k, temperature, scale, cosine, dtype, backward
     )
     update_nd, idx_nk, w_nk, confidence_n, s_nk, u_nr, inverse_z_n, inverse_c_2N = outputs
     n, d, N = *z_nd.shape, C_2Nm.shape[1]
     shape = Shape(n, d, N, top_k, V_dr.shape[1], dtype)
     if n == 0:
         return outputs
+    rows, kind = min(top_k, N), launch.gate_kind(a_Kr, b_Kr)
+    chosen = {"N": N, "h": rows, "h_P": power(rows, 2), "k": top_k, "k_P": power(top_k, 2)}
+    if not backward and n <= FEW_TOKENS and N <= FEW_ROWS and keep_nk is None:
+        half_scores_n2N = torch.empty(n, 2, N, device=z_nd.device)
+        blocks = shape.blocks("few_scores")
+        kernels.few_halves[(n, 2 * -(-N // blocks["BK"]) + -(-shape.r // blocks["BK"]))](
+            z_nd,
+            C_2Nm,
+            V_dr,
+            half_scores_n2N,
+            u_nr,
+            1 / temperature,
+            D=d,
+            N=N,
+            R=shape.r,
+            D_P=power(d, 16),
+            M_P=power(d // 2, 16),
+            COSINE=cosine,
+            **blocks,
+        )
+        blocks = gather_blocks(shape) | {"BD": min(128, power(d, 16)), "num_warps": 4}
+        kernels.few_pairs[(n, -(-d // blocks["BD"]))](
+            half_scores_n2N,
+            u_nr,
+            a_Kr,
+            b_Kr,
+            U_Krd,
+            idx_nk,
+            w_nk,
+            confidence_n,
+            update_nd,
+            scale,
+            D=d,
+            N_P=power(N, 2),
+            R=shape.r,
+            GATE=kind,
+            **chosen,
+            **blocks,
+        )
+        return outputs
     float32 = torch.float32 in (z_nd.dtype, C_2Nm.dtype)
     exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     blocks = shape.blocks("route") | ({"BD": min(32, power(d, 16)), "num_stages": 2} if float32 else {})
     blocks["BK"] = min(blocks["BK"], power(N, 16))
-    split, rows = float32 and not (exact and z_nd.dtype == C_2Nm.dtype), min(top_k, N)
+    split = float32 and not (exact and z_nd.dtype == C_2Nm.dtype)
     if rows > 8 or (float32 and not split) or launch.little_shared_memory():  # so that registers suffice
         blocks |= {"BN": min(blocks["BN"], 64), "BK": min(blocks["BK"], 128)}
     kernels.route_pairs[(-(-n // blocks["BN"]),)](
@@ -76,14 +119,10 @@ def product_forward(
         confidence_n,
         n,
         1 / temperature,
-        N=N,
-        h=rows,
-        h_P=power(rows, 2),
-        k=top_k,
-        k_P=power(top_k, 2),
         COSINE=cosine,
         SPLIT=split,
         HAS_KEEP=keep_nk is not None,
+        **chosen,
         **shape.sizes(),
         **shape.dots(),
         **blocks,
@@ -101,7 +140,7 @@ def product_forward(
         D=d,
         R=shape.r,
         k=top_k,
-        GATE=launch.gate_kind(a_Kr, b_Kr),
+        GATE=kind,
         **blocks,
     )
     return outputs
@@ -120,6 +159,7 @@ def _fake_forward(
     scale: float,
     cosine: bool,
     dtype: torch.dtype,
+    backward: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     n = z_nd.shape[0]
 
@@ -413,10 +453,11 @@ class _Product(torch.autograd.Function):
         scale: float,
         cosine: bool,
         dtype: torch.dtype,
+        backward: bool,
         sparse: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         update, idx, w, confidence, *rest = _product_forward(
-            z, C, V, a, b, U, keep, top_k, temperature, scale, cosine, dtype
+            z, C, V, a, b, U, keep, top_k, temperature, scale, cosine, dtype, backward
         )
         ctx.save_for_backward(z, C, V, a, b, U, keep, idx, w, *rest)
         ctx.options = (top_k, temperature, scale, cosine, sparse)
@@ -440,7 +481,7 @@ class _Product(torch.autograd.Function):
                 scale=scale,
                 routing="cosine" if cosine else "dot",
             )
-            return *grads[:7], *[None] * 6
+            return *grads[:7], *[None] * 7
         if grad is None:  # only the weights or the confidence were used
             grad = torch.zeros(z.shape, dtype=V.dtype, device=z.device)
         grad = grad.contiguous()
@@ -456,7 +497,7 @@ class _Product(torch.autograd.Function):
             db, da = gates[:, : b.shape[1]], None if a is None else gates[:, b.shape[1] :]
             if sparse:
                 dU, db, da = (_sparse(patches, *pair) for pair in ((dU, U), (db, b), (da, a)))
-        return dz, dC, dV, da, db, dU, *[None] * 7
+        return dz, dC, dV, da, db, dU, *[None] * 8
 
 
 def _sparse(patches: Tensor, values: Tensor | None, like: Tensor | None) -> Tensor | None:
@@ -498,6 +539,7 @@ def apn(
         1.0 if isinstance(scale, Tensor) else float(scale),
         routing == "cosine",
         dtype,
+        launch.needs_backward(z_nd, C_2Nm, V_dr, a_Kr, b_Kr, U_Krd),
         sparse,
     )
     return APNOutput(scale * update if isinstance(scale, Tensor) else update, idx, w, confidence)

@@ -30,6 +30,8 @@ from attractor.ops.kernels.forward import (
 from attractor.ops.kernels.product import (
     codebook_gradient,
     codebook_parts,
+    few_halves,
+    few_pairs,
     gather_backward,
     gather_decode,
     route_pairs,
@@ -48,6 +50,8 @@ __all__ = [
     "decode",
     "decode_backward",
     "encoder_backward",
+    "few_halves",
+    "few_pairs",
     "few_scores",
     "few_tokens",
     "gather_backward",

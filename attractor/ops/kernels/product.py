@@ -182,6 +182,118 @@ def route_pairs(
 
 
 @triton.jit
+def few_halves(
+    z,
+    C,
+    V,
+    half_scores,
+    u,
+    inverse_tau,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    R: tl.constexpr,
+    D_P: tl.constexpr,
+    M_P: tl.constexpr,
+    BK: tl.constexpr,
+    COSINE: tl.constexpr,
+):
+    """What BK rows of a codebook add to the scores of one token (NaN if it is not finite), or its code."""
+    M: tl.constexpr = D // 2
+    tiles: tl.constexpr = (N + BK - 1) // BK
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    cols = tl.arange(0, D_P)
+    z_row = tl.load(z + row * D + cols, mask=cols < D, other=0.0).to(tl.float32)
+    if tile < 2 * tiles:
+        half = tile // tiles
+        codes, own = tile % tiles * BK + tl.arange(0, BK), tl.arange(0, M_P)
+        here = (codes < N)[:, None] & (own < M)[None, :]
+        C_rows = tl.load(C + (half * N + codes)[:, None] * M + own, mask=here, other=0.0).to(tl.float32)
+        z_half = tl.load(z + row * D + half * M + own, mask=own < M, other=0.0).to(tl.float32)
+        out = tl.sum(C_rows * z_half[None, :], 1) * inverse_length(tl.sum(C_rows * C_rows, 1))
+        squared = tl.sum(z_row * z_row, 0)
+        out *= inverse_tau * HALF
+        if COSINE:
+            out *= inverse_length(squared)
+        out = tl.where(out < LEAST, LEAST, out)
+        out = tl.where(squared < float("inf"), out, float("nan"))
+        tl.store(half_scores + row * (2 * N) + half * N + codes, out, mask=codes < N)
+    else:
+        code = (tile - 2 * tiles) * BK + tl.arange(0, BK)
+        is_V = (cols < D)[:, None] & (code < R)[None, :]
+        V_cols = tl.load(V + cols[:, None] * R + code, mask=is_V, other=0.0).to(tl.float32)
+        tl.store(u + row * R + code, tl.sum(z_row[:, None] * V_cols, 0), mask=code < R)
+
+
+@triton.jit
+def best_of_row(half_scores, N: tl.constexpr, N_P: tl.constexpr, k: tl.constexpr, k_P: tl.constexpr):
+    """The k best of one row of scores, best first, and whether all of them are numbers."""
+    codes, slots = tl.arange(0, N_P), tl.arange(0, k_P)
+    score = tl.load(half_scores + codes, mask=codes < N, other=float("-inf"))[None, :]
+    finite = tl.sum((score != score).to(tl.int32)) == 0
+    best = tl.zeros((1, k_P), tl.float32) + tl.where(slots < k, float("-inf"), float("inf"))
+    best_row = tl.zeros((1, k_P), tl.int32) + (N + slots)
+    best, best_row = keep_best(tl.where(finite, score, 0.0), best, best_row, 0, k, k_P, N_P, k <= 4)
+    ordered, ordered_row = best_first(best, best_row, k, k_P)
+    return ordered, ordered_row, finite
+
+
+@triton.jit
+def few_pairs(
+    half_scores,
+    u,
+    a,
+    b,
+    U,
+    idx,
+    w,
+    confidence,
+    update,
+    scale,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    N_P: tl.constexpr,
+    R: tl.constexpr,
+    h: tl.constexpr,
+    h_P: tl.constexpr,
+    k: tl.constexpr,
+    k_P: tl.constexpr,
+    BR: tl.constexpr,
+    BD: tl.constexpr,
+    GATE: tl.constexpr,
+):
+    """BD channels of one token's update, from the patches that it chooses here: for writing text."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BD + tl.arange(0, BD)
+    slots = tl.arange(0, k_P)
+    first, first_row, finite = best_of_row(half_scores + row * (2 * N), N, N_P, h, h_P)
+    second, second_row, is_finite = best_of_row(half_scores + row * (2 * N) + N, N, N_P, h, h_P)
+    finite = finite & is_finite
+    ordered, patches = best_pairs(first, first_row, second, second_row, N, h, h_P, k, k_P, 1)
+    weights = softmax(ordered)
+    if tl.program_id(1) == 0:
+        pairs, is_pair = row * k + slots[None, :], (slots < k)[None, :]
+        tl.store(idx + pairs, tl.where(finite, patches, -1), mask=is_pair)
+        tl.store(w + pairs, tl.where(finite, weights, 0.0), mask=is_pair)
+        tl.store(confidence + row, tl.where(finite, tl.max(ordered), float("nan")))
+    acc = tl.zeros((BR, BD), tl.float32)
+    for start in range(0, R, BR):
+        code = start + tl.arange(0, BR)
+        u_part = tl.load(u + row * R + code, mask=code < R, other=0.0)
+        for slot in tl.static_range(k):
+            patch = tl.sum(tl.where((slots == slot)[None, :], patches, 0)).to(tl.int64)
+            weight = tl.sum(tl.where((slots == slot)[None, :], weights, 0.0))
+            phi = u_part * gate(u_part, a, b, patch, code, R, GATE)
+            U_rows = tl.load(
+                U + patch * (R * D) + code[:, None] * D + cols,
+                mask=(code < R)[:, None] & (cols < D)[None, :],
+                other=0.0,
+            )
+            acc += (weight * phi)[:, None] * U_rows.to(tl.float32)
+    out = tl.where(finite, tl.sum(acc, 0) * scale, float("nan"))
+    tl.store(update + row * D + cols, out.to(update.dtype.element_ty), mask=cols < D)
+
+
+@triton.jit
 def gather_decode(
     u,
     w,
