@@ -42,6 +42,7 @@ LAYERS = [  # patches, rank, sparse gradients
     (2**20, 8, True),
 ]
 """256 are flat."""
+SHOWN = ("bandwidth", "delivered", "embedding_bag", "eager_optimizer", "few_tokens")
 REPEATS = 10
 """Passes that the profiler looks at."""
 
@@ -127,6 +128,16 @@ def times(module: nn.Module, x: Tensor, upstream: Tensor) -> dict[str, float | N
     runs = {"forward": forward, "forward_backward": both}
     found = {name: timed(run, graph=True) for name, run in runs.items()}
     return found | {f"eager_{name}": timed(run, graph=False) for name, run in runs.items()}
+
+
+def few_time(layer: APN, x: Tensor) -> float | None:
+    """Microseconds of a forward pass, as in writing text."""
+
+    def forward() -> Tensor:
+        with torch.no_grad():
+            return layer(x)
+
+    return timed(forward, graph=True)
 
 
 def kernel_times(layer: APN, x: Tensor, upstream: Tensor) -> dict[str, float]:
@@ -218,6 +229,7 @@ def measure(patches: int, rank: int, sparse: bool, bandwidth: float) -> dict[str
     if not row["mismatch"] <= TOLERANCE[DTYPE] or row.get("wrong_choices", 0) > 0.02:
         return row
     row |= times(layer, x, upstream)
+    row["few_tokens"] = {count: few_time(layer, x.detach()[:count]) for count in (1, 64)}
     if layer.codebooks is None:
         return row
     row["kernels"] = kernel_times(layer, x, upstream)
@@ -272,12 +284,7 @@ def main() -> None:
         torch.cuda.empty_cache()
         kernels = rows[-1].get("kernels", {})
         print(patches, rank, sparse, {name: round(time, 1) for name, time in kernels.items()}, flush=True)
-        print(
-            {
-                name: rows[-1].get(name)
-                for name in ("bandwidth", "delivered", "embedding_bag", "eager_optimizer")
-            }
-        )
+        print({name: rows[-1].get(name) for name in SHOWN})
     table(rows, dense)
     sizes = {"dim": DIM, "tokens": TOKENS, "top_k": TOP_K, "dtype": str(DTYPE)}
     result = {"experiment": "product-speed", "sizes": sizes, "copy_bytes_per_second": bandwidth}
