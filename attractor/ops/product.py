@@ -205,10 +205,7 @@ def product_backward(
     """Gradients of z, V and C (empty if nobody wants it); codes and gradients of the gate of each pair."""
     from attractor.ops import kernels
 
-    outputs = _fake_backward(
-        grad_nd, grad_w_nk, grad_confidence_n, z_nd, C_2Nm, V_dr, a_Kr, b_Kr, U_Krd, idx_nk, w_nk, s_nk, u_nr,
-        inverse_z_n, inverse_c_2N, temperature, scale, cosine, wants_codebooks,
-    )  # fmt: skip
+    outputs = _empty_gradients(z_nd, C_2Nm, V_dr, a_Kr, idx_nk, u_nr, wants_codebooks)
     grad_z_nd, grad_V_dr, grad_C_2Nm, code_pr, gates_pw = outputs
     (n, d), k, N = z_nd.shape, idx_nk.shape[1], C_2Nm.shape[1]
     shape = Shape(n, d, N, k, V_dr.shape[1], grad_nd.dtype)
@@ -321,6 +318,18 @@ def _fake_backward(
     temperature: float,
     scale: float,
     cosine: bool,
+    wants_codebooks: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _empty_gradients(z_nd, C_2Nm, V_dr, a_Kr, idx_nk, u_nr, wants_codebooks)
+
+
+def _empty_gradients(
+    z_nd: Tensor,
+    C_2Nm: Tensor,
+    V_dr: Tensor,
+    a_Kr: Tensor | None,
+    idx_nk: Tensor,
+    u_nr: Tensor,
     wants_codebooks: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     pairs, r = idx_nk.numel(), V_dr.shape[1]
