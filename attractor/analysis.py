@@ -39,7 +39,8 @@ def multiply_adds(layer: APN | MoE) -> dict[str, int]:
         experts = layer.config.top_k * 2 * layer.dim * layer.hidden
         return {"router": layer.router.numel(), "experts": experts, "total": layer.router.numel() + experts}
     k, (d, r) = layer.config.top_k, layer.encoder.shape
-    counts = {"router": layer.prototypes.numel(), "encoder": d * r}
+    compared = layer.prototypes if layer.codebooks is None else layer.codebooks
+    counts = {"router": compared.numel(), "encoder": d * r}
     if layer.router_projection is not None:
         counts["router"] += layer.router_projection.numel()
     if layer.offset_in is None:

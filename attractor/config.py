@@ -5,6 +5,7 @@ This file imports only the standard library, so that a configuration can be read
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self, cast, get_args
@@ -15,7 +16,7 @@ RoutingName = Literal["cosine", "dot"]
 InitName = Literal["silu", "paper"]
 GateName = Literal["vector", "scalar"]
 DecoderName = Literal["independent", "shared"]
-PrototypesName = Literal["static", "contextual"]
+PrototypesName = Literal["static", "contextual", "product"]
 FFNName = Literal["mlp", "apn", "moe", "switch"]
 FFNStartName = Literal["gpt2", "unit"]
 PrecisionName = Literal["auto", "float32", "bfloat16"]
@@ -145,7 +146,11 @@ class APNConfig(JSONConfig):
     decoder: DecoderName = "independent"
     """"independent" decoders, or one "shared" decoder plus a low-rank offset per patch."""
     prototypes: PrototypesName = "static"
-    """"static" prototypes live in the token space; "contextual" ones in a learned subspace."""
+    """"static" prototypes live in the token space; "contextual" ones in a learned subspace; "product" ones
+    are all pairs from two codebooks of half-vectors, so that the router's cost grows as sqrt(num_patches)."""
+    sparse_gradients: bool = False
+    """Gradients of gates and decoders as sparse tensors, with rows for the patches that tokens selected
+    (product prototypes)."""
     layer_norm: bool = False
     """Normalise the input inside the layer, for blocks without a pre-norm."""
     routing_dim: int | None = None
@@ -180,7 +185,7 @@ class APNConfig(JSONConfig):
         check_choice("gate", self.gate, get_args(GateName))
         check_choice("decoder", self.decoder, get_args(DecoderName))
         check_choice("prototypes", self.prototypes, get_args(PrototypesName))
-        for name in ("layer_norm", "whiten"):
+        for name in ("layer_norm", "whiten", "sparse_gradients"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
         if self.radius is not None:
@@ -193,6 +198,7 @@ class APNConfig(JSONConfig):
             raise ValueError(f'offset_rank={self.offset_rank} needs decoder="shared", not {self.decoder!r}')
         if self.offset_rank is not None and self.offset_rank > self.rank:
             raise ValueError(f"offset_rank={self.offset_rank} must not exceed rank={self.rank}")
+        self._check_product()
         if self.prototypes != "contextual" and (self.routing_dim is not None or self.routing_groups != 1):
             raise ValueError(
                 f"routing_dim={self.routing_dim} and routing_groups={self.routing_groups} need "
@@ -206,6 +212,30 @@ class APNConfig(JSONConfig):
             raise ValueError(
                 f"routing_dim={self.routing_dim} leaves one channel for each of routing_groups="
                 f"{self.routing_groups}: a direction in one dimension is only a sign; use 2 per group or more"
+            )
+
+    def _check_product(self) -> None:
+        if self.prototypes != "product":
+            if self.sparse_gradients:
+                raise ValueError(
+                    f'sparse_gradients=True needs prototypes="product", not {self.prototypes!r}: '
+                    "leave it out, or choose product prototypes"
+                )
+            return
+        side = math.isqrt(self.num_patches)
+        if side**2 != self.num_patches:
+            raise ValueError(
+                f'num_patches={self.num_patches} must be a square with prototypes="product", which are pairs '
+                f"from two codebooks of the same size: use {side**2} or {(side + 1) ** 2}"
+            )
+        if self.radius is not None:
+            raise ValueError(
+                f'radius={self.radius} needs prototypes="static" or "contextual", not "product": the largest '
+                "margin cannot be told from the best rows of each codebook; leave radius out"
+            )
+        if self.sparse_gradients and self.decoder == "shared":
+            raise ValueError(
+                'sparse_gradients=True needs decoder="independent", not "shared": leave one of them out'
             )
 
 

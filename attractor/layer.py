@@ -27,6 +27,7 @@ from attractor.config import check_roles as check_roles  # beside ROLES
 
 ROLES = {
     "prototypes": "prototypes",
+    "codebooks": "router",
     "router_projection": "router",
     "encoder": "encoder",
     "gate_slope": "gates",
@@ -110,6 +111,7 @@ class APN(nn.Module):
         radius: float | None = None,
         whiten: bool = False,
         read_dim: int | None = None,
+        sparse_gradients: bool = False,
         backend: str = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -122,6 +124,11 @@ class APN(nn.Module):
         if dim % routing_groups or (config.prototypes == "contextual" and dim < 2 * routing_groups):
             raise ValueError(
                 f"dim={dim} must be a multiple of routing_groups={routing_groups}, 2 or more channels each"
+            )
+        if config.prototypes == "product" and (dim % 2 or dim < 4):
+            raise ValueError(
+                f'dim={dim} must be even with prototypes="product", 2 or more channels for each half: use '
+                f"{max(4, dim + 1)}"
             )
         if dtype not in (None, *FLOATS):
             raise ValueError(f"dtype={dtype} must be one of {', '.join(map(str, FLOATS))}")
@@ -142,7 +149,12 @@ class APN(nn.Module):
             self.router_projection = parameter(
                 routing_groups, dim // routing_groups, prototype_dim // routing_groups
             )
-        self.prototypes = parameter(num_patches, prototype_dim)
+        self.codebooks: nn.Parameter | None = None
+        if config.prototypes == "product":
+            self.register_parameter("prototypes", None)  # pairs, which are nowhere written out
+            self.codebooks = parameter(2, math.isqrt(num_patches), dim // 2)
+        else:
+            self.prototypes = parameter(num_patches, prototype_dim)
         self.encoder = parameter(dim, rank)
         scalar = config.gate == "scalar"
         self.gate_slope = None if scalar else parameter(num_patches, rank)
@@ -218,6 +230,11 @@ class APN(nn.Module):
         check_choice("by", by, get_args(SizeName))
         if "num_patches" in options:
             raise ValueError("num_patches is what like_ffn works out: leave it out, or build APN(...)")
+        if options.get("prototypes") == "product":
+            raise ValueError(
+                'prototypes="product" needs a square of patches, which like_ffn does not work out: '
+                "build APN(..., num_patches=n * n)"
+            )
         if rank is not None:
             check_size("rank", rank)
         if by == "time":
@@ -229,7 +246,7 @@ class APN(nn.Module):
 
     @property
     def num_patches(self) -> int:
-        return self.prototypes.shape[0]
+        return self.gate_bias.shape[0]
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -250,11 +267,11 @@ class APN(nn.Module):
         paper = self.config.init == "paper"
         if name in ("gate_bias", "offset_out"):  # offsets at zero: every patch starts as the shared decoder
             values.zero_()
-        elif name == "prototypes" and not paper:
+        elif name in ("prototypes", "codebooks") and not paper:
             values.normal_(std=0.3)  # directions alone count; short vectors turn too far in each step
         elif name == "gate_slope" and not paper:
             values.fill_(1)  # u * sigmoid(u): SiLU
-        elif name in ("prototypes", "gate_slope"):
+        elif name in ("prototypes", "codebooks", "gate_slope"):
             values.normal_(std=0.02)
         elif name == "encoder":
             values.normal_(std=0.02 if paper else self.dim**-0.5)  # codes of unit variance
@@ -272,6 +289,7 @@ class APN(nn.Module):
         """The update for tokens x (..., dim); with `return_stats`, also what the router did."""
         self._check_input(x)
         tokens = self._prepare(x)
+        prototypes = self.prototypes if self.codebooks is None else self.codebooks
         router: dict[str, Any] = {
             "temperature": self.config.temperature,
             "routing": self.config.routing,
@@ -279,7 +297,7 @@ class APN(nn.Module):
         }
         output = ops.apn(
             tokens,
-            self.prototypes,
+            prototypes,
             self.encoder,
             self.gate_slope,
             self.gate_bias,
@@ -291,6 +309,7 @@ class APN(nn.Module):
             A_Krq=self.offset_in,
             keep_nk=self._draw_kept_slots(tokens),
             radius_K=self.radius,
+            sparse=self.config.sparse_gradients,
             backend=self.backend,
         )
         update = F.dropout(output.update, self.config.dropout, self.training).reshape(*x.shape[:-1], self.dim)
@@ -304,7 +323,7 @@ class APN(nn.Module):
             indices=output.indices.long().reshape(*leading, self.config.top_k),
             weights=output.weights.reshape(*leading, self.config.top_k),
             confidence=output.confidence.reshape(leading),
-            balance=ops.balance_loss(tokens, self.prototypes, **router),
+            balance=ops.balance_loss(tokens, prototypes, **router),
             entropy=token_entropy.sum() / routed,
             update_norm=_length(output.update).reshape(leading),
             input_norm=_length(x),
@@ -320,7 +339,7 @@ class APN(nn.Module):
         """
         check_number("factor", factor, "a number, 0 or more", lambda value: value >= 0)
         if self.scale_factor is None:
-            self.scale_factor = torch.ones((), device=self.prototypes.device, dtype=self.prototypes.dtype)
+            self.scale_factor = torch.ones((), device=self.encoder.device, dtype=self.encoder.dtype)
         self.scale_factor.fill_(factor)
 
     def parameters_of(self, *roles: str) -> Iterator[nn.Parameter]:
@@ -333,7 +352,7 @@ class APN(nn.Module):
         return self.parameters_of(*LOCAL_ROLES)
 
     def router_parameters(self) -> Iterator[nn.Parameter]:
-        """Prototypes and, for contextual prototypes, their projection."""
+        """Prototypes, or the codebooks they are pairs from, and the projection of contextual ones."""
         return self.parameters_of("prototypes", "router")
 
     @torch.no_grad()
@@ -358,6 +377,9 @@ class APN(nn.Module):
         ones add nothing themselves (with a shared decoder: nothing of their own, only the base); but a token
         that selects one gives it a share of the softmax that other patches had. Parameters become
         new objects: rebuild optimizers, and resize before sharding a model.
+
+        Product prototypes grow with their codebooks, from n * n patches to m * m: the pair (i, j) stays what
+        it was, and its number changes from i * n + j to i * m + j.
         """
         config = dataclasses.replace(self.config, num_patches=num_patches)  # checks it
         if num_patches < self.num_patches and not shrink:
@@ -367,10 +389,14 @@ class APN(nn.Module):
                 f"they learned: resize({num_patches}, shrink=True) does that"
             )
         kept = min(num_patches, self.num_patches)
-        resized = {
-            name: nn.Parameter(torch.cat([old[:kept], new]), requires_grad=old.requires_grad)
-            for name, old, new in self._with_fresh_rows(num_patches - kept)
-        }
+        if self.codebooks is not None:
+            rows = self._with_fresh_pairs(math.isqrt(num_patches), self.codebooks)
+        else:
+            rows = (
+                (name, old, torch.cat([old[:kept], new]))
+                for name, old, new in self._with_fresh_rows(num_patches - kept)
+            )
+        resized = {name: nn.Parameter(new, requires_grad=old.requires_grad) for name, old, new in rows}
         if self.radius is not None and self.config.radius is not None:
             start = self.radius.new_full((num_patches - kept,), self.config.radius)
             self.radius = torch.cat([self.radius[:kept], start])
@@ -381,6 +407,11 @@ class APN(nn.Module):
     @torch.no_grad()
     def fresh_patches(self, count: int) -> dict[str, Tensor]:
         """Parameter name -> rows that `count` new patches start with: random prototypes, a zero decoder."""
+        if self.codebooks is not None:
+            raise ValueError(
+                f"fresh_patches({count}): product prototypes cannot be appended one by one, because patches "
+                "share the rows of their codebooks; resize(m * m) appends to both"
+            )
         return {name: new for name, _, new in self._with_fresh_rows(count)}
 
     def _with_fresh_rows(self, count: int) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -391,6 +422,23 @@ class APN(nn.Module):
                     new.zero_()
                 else:
                     self._start(name, new)
+                yield name, old, new
+
+    def _with_fresh_pairs(self, side: int, codebooks: nn.Parameter) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """The parameters that grow with the codebooks, with rows for `side` * `side` pairs."""
+        kept = min(side, codebooks.shape[1])
+        for name, old in self.named_parameters(recurse=False):
+            if name == "codebooks":
+                new = old.new_empty(2, side, old.shape[2])
+                self._start(name, new)
+                new[:, :kept] = old[:, :kept]
+                yield name, old, new
+            elif ROLES[name] in PATCH_ROLES:
+                new = old.new_zeros(side * side, *old.shape[1:])
+                if name != "decoder":
+                    self._start(name, new)
+                grid, old_grid = (x.unflatten(0, (math.isqrt(len(x)), -1)) for x in (new, old))
+                grid[:kept, :kept] = old_grid[:kept, :kept]
                 yield name, old, new
 
     def extra_repr(self) -> str:
@@ -463,13 +511,24 @@ class APN(nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        saved: tuple[int, ...] = getattr(state_dict.get(prefix + "prototypes"), "shape", ())
-        if len(saved) == 2 and saved[0] != self.num_patches:
+        saved = _patches_of(state_dict, prefix)
+        if saved is not None and saved != self.num_patches:
             name = prefix.rstrip(".") or "the layer"
             error_msgs.append(
-                f"{name} holds {self.num_patches} patches, the checkpoint {saved[0]}: "
+                f"{name} holds {self.num_patches} patches, the checkpoint {saved}: "
                 "attractor.load_resized(model, state_dict) takes over the checkpoint's patch count."
             )
+
+
+def _patches_of(state_dict: Mapping[str, Any], prefix: str) -> int | None:
+    """How many patches a layer of a checkpoint has; None if that cannot be told."""
+    shapes: dict[str, tuple[int, ...]] = {
+        name: getattr(state_dict.get(prefix + name), "shape", ()) for name in ("prototypes", "codebooks")
+    }
+    prototypes, codebooks = shapes["prototypes"], shapes["codebooks"]
+    if len(codebooks) == 3:
+        return codebooks[1] ** 2
+    return prototypes[0] if len(prototypes) == 2 else None
 
 
 def _multiple(of: int, number: int) -> int:
@@ -524,14 +583,16 @@ def load_resized(model: nn.Module, state_dict: Mapping[str, Any], *, assign: boo
     )
     counts = {}
     for prefix, layer in layers.items():
-        shape = found.get(prefix + "prototypes", ())
-        if len(shape) != 2:
+        count = _patches_of(state_dict, prefix)
+        if count is None:
             continue  # reported below
-        counts[prefix] = shape[0]
-        dataclasses.replace(layer.config, num_patches=shape[0])  # a count that top_k forbids is an error here
+        counts[prefix] = count
+        dataclasses.replace(layer.config, num_patches=count)  # a count that top_k forbids is an error here
         rows = [name for name, _ in layer.named_parameters() if ROLES[name] in PATCH_ROLES]
         for name in [*rows, *([] if layer.radius is None else ["radius"])]:
-            expected[prefix + name] = (shape[0], *expected[prefix + name][1:])
+            expected[prefix + name] = (count, *expected[prefix + name][1:])
+        if layer.codebooks is not None:
+            expected[prefix + "codebooks"] = (2, math.isqrt(count), layer.dim // 2)
     problems = [
         f"{key}: the model has {expected.get(key, 'nothing')}, the checkpoint {found.get(key, 'nothing')}"
         for key in sorted(expected.keys() | found.keys())

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -68,8 +68,60 @@ def descend(
     for objective in objectives:
         objective.backward()
     if clip_norm:
-        nn.utils.clip_grad_norm_(clip, clip_norm)
+        clip_gradients(clip, clip_norm)
     optimizer.step()
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], most: float) -> None:
+    """`nn.utils.clip_grad_norm_`, which knows no sparse gradients."""
+    parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    sparse = [parameter for parameter in parameters if cast(Tensor, parameter.grad).is_sparse]
+    if not sparse:
+        nn.utils.clip_grad_norm_(parameters, most)
+        return
+    for parameter in sparse:
+        parameter.grad = cast(Tensor, parameter.grad).coalesce()
+    gradients = [cast(Tensor, parameter.grad) for parameter in parameters]
+    values = [gradient.values() if gradient.is_sparse else gradient for gradient in gradients]
+    factor = (most / (nn.utils.get_total_norm(values) + 1e-6)).clamp(max=1.0)
+    for value in values:
+        value.mul_(factor.to(value.device))
+
+
+@torch.no_grad()
+def move_rows(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """A hook before the step of AdamW, which knows no sparse gradients: it takes the step of those itself.
+
+        optimizer.register_step_pre_hook(move_rows)
+
+    Only the rows that a gradient has move. The others keep their values, are not decayed, and their moments
+    do not fade, as with `torch.optim.SparseAdam`: a step does not touch a bank of a million patches.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                _move_rows(parameter, parameter.grad.coalesce(), optimizer.state[parameter], group)
+                parameter.grad = None
+
+
+def _move_rows(
+    parameter: nn.Parameter, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]
+) -> None:
+    if not state:  # as AdamW begins
+        device = parameter.device if group["fused"] else None
+        state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+        state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+    state["step"] += 1
+    rows, gradient = gradient.indices()[0], gradient.values()
+    step = state["step"].to(parameter.device, torch.float64)  # a number: it makes nothing else float64
+    (fade, fade_sq), rate = group["betas"], group["lr"]
+    mean = state["exp_avg"][rows].lerp_(gradient, 1 - fade)
+    square = state["exp_avg_sq"][rows].mul_(fade_sq).addcmul_(gradient, gradient, value=1 - fade_sq)
+    size = (square.sqrt() / (1 - fade_sq**step).sqrt()).add_(group["eps"])
+    kept = parameter[rows] * (1 - rate * group["weight_decay"])
+    parameter.index_copy_(0, rows, kept - rate / (1 - fade**step) * mean / size)
+    state["exp_avg"].index_copy_(0, rows, mean)
+    state["exp_avg_sq"].index_copy_(0, rows, square)
 
 
 def evenly(steps: int, count: int) -> set[int]:

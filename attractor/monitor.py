@@ -68,8 +68,9 @@ def overlap_histogram(indices: Tensor, num_patches: int, *, max_tokens: int = 20
     check_size("max_tokens", max_tokens)
     _counts(active, num_patches)  # for its check
     active = active[:: -(-len(active) // max_tokens) or 1]
-    members = torch.zeros(len(active), num_patches, device=active.device)
-    members.scatter_(1, active, 1.0)
+    used, place = active.unique(return_inverse=True)  # of a million patches, a few thousand
+    members = torch.zeros(len(active), len(used), device=active.device)
+    members.scatter_(1, place, 1.0)
     shared = (members @ members.T).long()
     histogram = torch.bincount(shared.flatten(), minlength=indices.shape[-1] + 1).double()
     histogram[-1] -= len(active)  # every token shares its whole set with itself

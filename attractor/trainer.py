@@ -37,7 +37,7 @@ from attractor.distributed import World, average_gradients, spread
 from attractor.evaluate import autocast, evaluate, perplexity, routing
 from attractor.files import finite, read_jsonl, write_text
 from attractor.layer import APN, ROLES, warmup_factor
-from attractor.loop import Loop, descend
+from attractor.loop import Loop, descend, move_rows
 from attractor.model import GPT
 from attractor.tokenizer import load as load_tokenizer
 
@@ -109,6 +109,11 @@ class Trainer(Loop):
         if world.rank:  # the same weights everywhere, but every process drops other activations
             torch.manual_seed(train.seed + world.rank)
         self.flops_per_token = 6 * analysis.model_multiply_adds(self.model)
+        if world.size > 1 and any(x.config.sparse_gradients for x in self.model.apn_layers().values()):
+            raise ValueError(
+                f"sparse_gradients=True cannot be averaged over {world.size} processes: train in one, or "
+                "leave it out"
+            )
         self.spread = spread(self.model, train.parallel, world, self.device)
         on_gpu = self.device.type == "cuda"
         self.compiled: Callable[..., Any] = self.spread
@@ -362,18 +367,25 @@ class Trainer(Loop):
 
 
 def make_optimizer(model: nn.Module, train: TrainConfig, *, fused: bool = False) -> torch.optim.AdamW:
-    """AdamW that decays matrices; norms, biases, gates and prototypes have no reason to shrink."""
+    """AdamW that decays matrices; norms, biases, gates and prototypes have no reason to shrink.
+
+    Of a parameter with a sparse gradient it moves the rows that the gradient has.
+    """
     undecayed = {parameter for parameter in model.parameters() if parameter.dim() < 2}
     for module in model.modules():
         if isinstance(module, APN):
             undecayed |= {
-                p for name, p in module.named_parameters() if ROLES[name] in ("gates", "prototypes")
+                p
+                for name, p in module.named_parameters()
+                if ROLES[name] in ("gates", "prototypes") or name == "codebooks"
             }
     groups = [
         {"params": [p for p in model.parameters() if p not in undecayed], "weight_decay": train.weight_decay},
         {"params": [p for p in model.parameters() if p in undecayed], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=train.learning_rate, betas=(0.9, train.beta2), fused=fused)
+    optimizer = torch.optim.AdamW(groups, lr=train.learning_rate, betas=(0.9, train.beta2), fused=fused)
+    optimizer.register_step_pre_hook(move_rows)
+    return optimizer
 
 
 def learning_rate(train: TrainConfig, step: int) -> float:

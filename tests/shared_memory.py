@@ -3,12 +3,14 @@
     python tests/shared_memory.py 86 256 bfloat16 64           compute capability 8.6, rank 256, 64 patches
     python tests/shared_memory.py 86 256 bfloat16 64 whole     all the way to machine code
     python tests/shared_memory.py 86 256 bfloat16 64 90 128 float32 64         one after the other
+    python tests/shared_memory.py 86 8 bfloat16 65536 product                  product prototypes
 
 prints JSON, kernel -> bytes, a line for each. TRITON_INTERPRET must not be set: the interpreter has no
 compiler.
 """
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -21,11 +23,11 @@ from triton.backends.nvidia.compiler import get_ptx_version_from_options
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 
-from attractor.ops import fused, kernels, launch
+from attractor.ops import fused, kernels, launch, product
 
 MOST = {80: 166_912, 86: 101_376, 90: 232_448}
 """Bytes of shared memory that a block may have, by compute capability (CUDA programming guide)."""
-POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32"}
+POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64"}
 NUMBERS = {bool: "i1", int: "i32", float: "fp32"}
 OPTIONS = ("num_warps", "num_stages")
 Launch = tuple[Any, dict[str, Any], dict[str, Any]]  # a kernel, its arguments, its options
@@ -46,16 +48,7 @@ class Recorder:
         return launched
 
 
-def launches_of(
-    rank: int, dtype: torch.dtype, patches: int
-) -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
-    """What a training step launches; nothing runs."""
-    found: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
-    real = {
-        n: kernel for n, kernel in vars(kernels).items() if isinstance(kernel, triton.runtime.JITFunction)
-    }
-    for name, kernel in real.items():
-        setattr(kernels, name, Recorder(kernel, found))
+def flat_step(rank: int, dtype: torch.dtype, patches: int) -> None:
     dim = 384
     z, P = torch.zeros(16384, dim, dtype=dtype), torch.zeros(patches, dim, dtype=dtype)
     a = torch.zeros(patches, rank)
@@ -63,6 +56,35 @@ def launches_of(
     radius = torch.zeros(patches)  # with basins the kernels do a little more
     update, idx, w, _, s, *rest = fused.fused(z, P, V, a, a, U, None, radius, 4, 0.07, 1.0, True, dtype, True)
     fused.fused_backward(update, None, None, z, P, V, a, a, U, idx, w, s, *rest, 0.07, 1.0, True, True)
+
+
+def product_step(rank: int, dtype: torch.dtype, patches: int) -> None:
+    dim = 768
+    z, C = torch.zeros(4096, dim, dtype=dtype), torch.zeros(2, math.isqrt(patches), dim // 2, dtype=dtype)
+    # as large as they are said to be, without taking the memory: nothing reads them
+    a, U = (
+        torch.zeros(1, 1).expand(patches, rank),
+        torch.zeros(1, 1, 1, dtype=dtype).expand(patches, rank, dim),
+    )
+    V = torch.zeros(dim, rank, dtype=dtype)
+    product.product_forward(z[:8], C, V, a, a, U, None, 4, 0.07, 1.0, True, dtype, False)  # few tokens
+    outputs = product.product_forward(z, C, V, a, a, U, None, 4, 0.07, 1.0, True, dtype, True)
+    update, idx, w, confidence, *saved = outputs
+    idx.zero_()
+    tensors = (z, C, V, a, a, U, idx, w, *saved)
+    *_, codes, gates = product.product_backward(update, w, confidence, *tensors, 0.07, 1.0, True, True)
+    product.product_bank_gradient(update, idx, codes, gates, a, U, 1.0, True)
+
+
+def launches_of(step: Callable[..., None], *sizes: Any) -> list[Launch]:
+    """What a training step launches; nothing runs."""
+    found: list[tuple[Any, dict[str, Any], dict[str, Any]]] = []
+    real = {
+        n: kernel for n, kernel in vars(kernels).items() if isinstance(kernel, triton.runtime.JITFunction)
+    }
+    for name, kernel in real.items():
+        setattr(kernels, name, Recorder(kernel, found))
+    step(*sizes)
     for name, kernel in real.items():
         setattr(kernels, name, kernel)
     return found
@@ -113,10 +135,12 @@ def lowered(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> in
     return int(module.get_int_attr("ttg.shared"))
 
 
-def needs_of(capability: int, rank: int, dtype: str, patches: int, whole: bool) -> dict[str, int]:
+def needs_of(
+    step: Callable[..., None], capability: int, rank: int, dtype: str, patches: int, whole: bool
+) -> dict[str, int]:
     launch.little_shared_memory = lambda: MOST[capability] < launch.LITTLE
     needs: dict[str, int] = {}
-    for kernel, arguments, options in launches_of(rank, getattr(torch, dtype), patches):
+    for kernel, arguments, options in launches_of(step, rank, getattr(torch, dtype), patches):
         size = shared_memory(kernel, arguments, options, capability, whole)
         needs[kernel.__name__] = max(size, needs.get(kernel.__name__, 0))
     return needs
@@ -124,8 +148,9 @@ def needs_of(capability: int, rank: int, dtype: str, patches: int, whole: bool) 
 
 if __name__ == "__main__":
     torch.set_float32_matmul_precision("high")  # what needs the most
-    words = [word for word in sys.argv[1:] if word != "whole"]
+    words = [word for word in sys.argv[1:] if word not in ("whole", "product")]
+    step = product_step if "product" in sys.argv else flat_step
     for start in range(0, len(words), 4):
         capability, rank, dtype, patches = words[start : start + 4]
-        needs = needs_of(int(capability), int(rank), dtype, int(patches), "whole" in sys.argv)
+        needs = needs_of(step, int(capability), int(rank), dtype, int(patches), "whole" in sys.argv)
         print(json.dumps(needs))

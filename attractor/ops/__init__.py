@@ -1,13 +1,14 @@
 """One function, several ways to compute it. `apn(..., backend=...)` is the only place that chooses."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attractor.config import check_choice
-from attractor.ops import fused, grouped, reference
+from attractor.ops import fused, gathered, grouped, reference
 from attractor.ops.reference import (
     APNOutput,
     balance_loss,
@@ -52,7 +53,12 @@ def apn(z_nd: Tensor, *tensors: Tensor | None, backend: str = "auto", **options:
         backend = choose_backend(z_nd.device, z_nd.dtype)
     elif reason := why_not(backend, z_nd.device, z_nd.dtype):
         raise ValueError(f"backend={backend!r} cannot run: {reason}")
-    return BACKENDS[backend](z_nd, *tensors, **options)
+    run = BACKENDS[backend]
+    if options.get("sparse") and backend == "reference":
+        options["decode"] = partial(gathered.decode, sparse=True)
+    if options.get("sparse") and torch.compiler.is_compiling():
+        run = torch.compiler.disable(run)  # which knows no sparse gradients: it calls us outside its graph
+    return run(z_nd, *tensors, **options)
 
 
 def choose_backend(device: torch.device, dtype: torch.dtype) -> str:

@@ -10,13 +10,13 @@ in the order of their patches and the tiles they are cut into. Shape suffixes as
 
 import importlib.util
 import os
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attractor.ops import launch, reference
+from attractor.ops import gathered, launch, product, reference
 from attractor.ops.launch import Plan, Shape
 from attractor.ops.reference import APNOutput
 
@@ -37,30 +37,6 @@ def why_not(device_type: str, dtype: torch.dtype) -> str | None:
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"the kernels know float32, bfloat16 and float16, not {dtype}"
     return None
-
-
-def _on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Triton launches on the current device, whatever device its tensors are on."""
-
-    def guarded(first: Tensor, *rest: Any) -> Any:
-        with torch.cuda.device(first.device):
-            return run(first, *rest)
-
-    return guarded
-
-
-def _operator(run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` as an operator that torch.compile calls and does not look into.
-
-    What torch.library.custom_op does, without its check of every call for aliasing: that took longer than
-    the launches.
-    """
-    name = f"attractor::{run.__name__}"
-    torch.library.define(name, torch.library.infer_schema(run, mutates_args=()))
-    torch.library.impl(name, "cpu", run)
-    torch.library.impl(name, "cuda", _on_its_device(run))
-    torch.library.register_fake(name, fake)
-    return getattr(torch.ops.attractor, run.__name__).default
 
 
 def fused(
@@ -216,7 +192,7 @@ def _fake_fused(
     )
 
 
-_fused = _operator(fused, _fake_fused)
+_fused = launch.operator(fused, _fake_fused)
 
 
 def fused_backward(
@@ -284,14 +260,8 @@ def fused_backward(
         **shape.dots(),
         **blocks,
     )
-    blocks = shape.blocks("encoder_backward")
-    channels = -(-d // blocks["BD"])
-    parts = torch.empty(max(1, min(-(-n // blocks["BN"]), 256 // channels)), d, r, device=z_nd.device)
-    kernels.encoder_backward[(parts.shape[0], channels)](
-        z_nd, idx_nk, grad_u_nr, parts, n, k=k, **shape.sizes(), **shape.dots(), **blocks
-    )
     grad_V_dr = torch.empty_like(V_dr)
-    kernels.add_up[(-(-d * r // 256),)](parts, grad_V_dr, parts.shape[0], SIZE=d * r, BLOCK=256)
+    launch.encoder_backward(shape, z_nd, idx_nk, grad_u_nr, grad_V_dr)
     banks = launch.bank_backward(
         shape,
         plan,
@@ -327,7 +297,7 @@ def _fake_fused_backward(
     return [torch.empty_like(x) for x in given]
 
 
-_fused_backward = _operator(fused_backward, _fake_fused_backward)
+_fused_backward = launch.operator(fused_backward, _fake_fused_backward)
 
 
 class _Fused(torch.autograd.Function):
@@ -366,7 +336,7 @@ class _Fused(torch.autograd.Function):
         saved = ctx.saved_tensors
         z, a, U = saved[0], saved[3], saved[5]
         top_k, temperature, scale, cosine = ctx.options
-        if _wants_graph():
+        if launch.wants_graph():
             if z.dtype != U.dtype:
                 raise RuntimeError('second derivatives under autocast need backend="reference"')
             grads = reference.differentiable_backward(
@@ -423,7 +393,7 @@ def _fake_decode(
     return code_nkq.new_empty(n, d), plan.order, plan.numbers
 
 
-_fused_decode = _operator(fused_decode, _fake_decode)
+_fused_decode = launch.operator(fused_decode, _fake_decode)
 
 
 def fused_decode_backward(
@@ -445,7 +415,7 @@ def _fake_decode_backward(
     return torch.empty_like(code_nkq), torch.empty_like(U_Kqd)
 
 
-_fused_decode_backward = _operator(fused_decode_backward, _fake_decode_backward)
+_fused_decode_backward = launch.operator(fused_decode_backward, _fake_decode_backward)
 
 
 class _FusedDecode(torch.autograd.Function):
@@ -459,24 +429,19 @@ class _FusedDecode(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_nd: Tensor) -> tuple[Tensor, Tensor, None, None]:
         code_nkq, U_Kqd, idx_nk, order, numbers = ctx.saved_tensors
-        if _wants_graph():
+        if launch.wants_graph():
             return *reference.decode_backward(grad_nd, code_nkq, U_Kqd, idx_nk.long()), None, None
         grads = _fused_decode_backward(grad_nd.contiguous(), code_nkq, U_Kqd, order, numbers)
         return *grads, None, None
 
 
-def _wants_graph() -> bool:
-    """create_graph=True: our gradients will be differentiated, which the kernels cannot do."""
-    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
-
-
 def decode(code_nkq: Tensor, U_Kqd: Tensor, idx_nk: Tensor) -> Tensor:
-    dtype = _product_dtype(code_nkq)
+    dtype = launch.product_dtype(code_nkq)
     return _FusedDecode.apply(
         code_nkq.to(dtype).contiguous(),
         U_Kqd.to(dtype).contiguous(),
         idx_nk.int().contiguous(),
-        _needs_backward(code_nkq, U_Kqd),
+        launch.needs_backward(code_nkq, U_Kqd),
     )
 
 
@@ -485,16 +450,6 @@ def decode_in_parts(code_nkq: Tensor, U_Kqd: Tensor, idx_nk: Tensor) -> Tensor:
     pieces = zip(code_nkq.split(MOST_RANK, -1), U_Kqd.split(MOST_RANK, 1), strict=True)
     first, *others = [decode(code, U, idx_nk) for code, U in pieces]
     return sum(others, first)
-
-
-def _needs_backward(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
-def _product_dtype(x: Tensor) -> torch.dtype:
-    """Autocast does not know our operators: do what it does for a matmul."""
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def apn(
@@ -514,8 +469,24 @@ def apn(
     projection_gdm: Tensor | None = None,
     keep_nk: Tensor | None = None,
     radius_K: Tensor | None = None,
+    sparse: bool = False,
 ) -> APNOutput:
-    if U0_rd is not None or projection_gdm is not None or V_dr.shape[1] > MOST_RANK:
+    if P_Km.dim() == 3 and product.can_run(V_dr, top_k, U0_rd):
+        return product.apn(
+            z_nd,
+            P_Km,
+            V_dr,
+            a_Kr,
+            b_Kr,
+            U_Kqd,
+            top_k=top_k,
+            temperature=temperature,
+            scale=scale,
+            routing=routing,
+            keep_nk=keep_nk,
+            sparse=sparse,
+        )
+    if P_Km.dim() == 3 or U0_rd is not None or projection_gdm is not None or V_dr.shape[1] > MOST_RANK:
         return reference.apn(
             z_nd,
             P_Km,
@@ -532,9 +503,10 @@ def apn(
             projection_gdm=projection_gdm,
             keep_nk=keep_nk,
             radius_K=radius_K,
-            decode=decode_in_parts,
+            sparse=sparse,
+            decode=decode_in_parts if P_Km.dim() == 2 else partial(gathered.decode, sparse=sparse),
         )
-    dtype = _product_dtype(z_nd)
+    dtype = launch.product_dtype(z_nd)
     update, idx, w, confidence = _Fused.apply(
         z_nd.contiguous(),
         P_Km.contiguous(),
@@ -549,6 +521,6 @@ def apn(
         1.0 if isinstance(scale, Tensor) else float(scale),
         routing == "cosine",
         dtype,
-        _needs_backward(z_nd, P_Km, V_dr, a_Kr, b_Kr, U_Kqd),
+        launch.needs_backward(z_nd, P_Km, V_dr, a_Kr, b_Kr, U_Kqd),
     )
     return APNOutput(scale * update if isinstance(scale, Tensor) else update, idx, w, confidence)

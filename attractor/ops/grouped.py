@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
 
-from attractor.ops import reference
+from attractor.ops import gathered, reference
 from attractor.ops.reference import APNOutput
 
 CACHE = 2**24
@@ -375,6 +376,7 @@ def apn(
     routing: str,
     keep_nk: Tensor | None = None,
     radius_K: Tensor | None = None,
+    sparse: bool = False,
     **variants: Any,
 ) -> APNOutput:
     """`reference.apn`, as fast as these tensors allow."""
@@ -383,10 +385,12 @@ def apn(
     eager = all(x is None or type(x) in (Tensor, nn.Parameter) for x in tensors) and not (
         torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
     )
-    if not eager or not has_own_backward(tensors, variants, scale):
+    if not eager or P_Km.dim() == 3 or not has_own_backward(tensors, variants, scale):
         select = best_patches if eager else reference.best_patches  # ours looks at values
-        options |= {"scale": scale, "keep_nk": keep_nk, "radius_K": radius_K, **variants}
-        return reference.apn(*tensors, **options, select=select, decode=decode)
+        options |= {"scale": scale, "keep_nk": keep_nk, "radius_K": radius_K, "sparse": sparse, **variants}
+        # of product prototypes: so many patches that hardly two pairs share one
+        sum_up = partial(gathered.decode, sparse=sparse) if P_Km.dim() == 3 else decode
+        return reference.apn(*tensors, **options, select=select, decode=sum_up)
     options["scale"] = float(scale)  # the layer writes its factor in place, maybe before our backward pass
     if radius_K is not None and keep_nk is None:
         return _only_inside(tensors, radius_K, options)

@@ -1,5 +1,6 @@
 """Sizes, plans and launches of the fused backend's kernels. Shape suffixes as in reference.py."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -7,6 +8,8 @@ from torch import Tensor
 
 SEGMENT = 512
 """Pairs of one patch that one program adds up for the patch's gradients."""
+SPAN = 64
+"""Pairs of one patch that one program adds up where patches are so many that most have one or none."""
 CHUNK = 64
 """Pairs that one program of the counting sort places."""
 LITTLE = 160_000
@@ -31,6 +34,45 @@ def little_shared_memory() -> bool:
 
 def power(number: int, least: int = 1) -> int:
     return max(least, 1 << (number - 1).bit_length())
+
+
+def _on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton launches on the current device, whatever device its tensors are on."""
+
+    def guarded(first: Tensor, *rest: Any) -> Any:
+        with torch.cuda.device(first.device):
+            return run(first, *rest)
+
+    return guarded
+
+
+def operator(run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
+    """`run` as an operator that torch.compile calls and does not look into.
+
+    What torch.library.custom_op does, without its check of every call for aliasing: that took longer than
+    the launches.
+    """
+    name = f"attractor::{run.__name__}"
+    torch.library.define(name, torch.library.infer_schema(run, mutates_args=()))
+    torch.library.impl(name, "cpu", run)
+    torch.library.impl(name, "cuda", _on_its_device(run))
+    torch.library.register_fake(name, fake)
+    return getattr(torch.ops.attractor, run.__name__).default
+
+
+def wants_graph() -> bool:
+    """create_graph=True: our gradients will be differentiated, which the kernels cannot do."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """Autocast does not know our operators: do what it does for a matmul."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def needs_backward(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
 class Shape(NamedTuple):
@@ -348,3 +390,17 @@ def bank_backward(
         **last,
     )
     return [grad for grad in (grad_U, grad_P, grad_b, grad_a) if grad is not None]
+
+
+def encoder_backward(
+    shape: Shape, z_nd: Tensor, idx_nk: Tensor, grad_u_nr: Tensor, grad_V_dr: Tensor
+) -> None:
+    from attractor.ops import kernels
+
+    n, d, r, blocks = shape.n, shape.d, shape.r, shape.blocks("encoder_backward")
+    channels = -(-d // blocks["BD"])
+    parts = torch.empty(max(1, min(-(-n // blocks["BN"]), 256 // channels)), d, r, device=z_nd.device)
+    kernels.encoder_backward[(parts.shape[0], channels)](
+        z_nd, idx_nk, grad_u_nr, parts, n, k=shape.k, **shape.sizes(), **shape.dots(), **blocks
+    )
+    kernels.add_up[(-(-d * r // 256),)](parts, grad_V_dr, parts.shape[0], SIZE=d * r, BLOCK=256)

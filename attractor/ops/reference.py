@@ -4,10 +4,12 @@ It gathers one decoder per token and slot, so it is slow and hungry; it is meant
 Equations are numbered in docs/math.md, which also says what the paper leaves open and what we chose.
 
 Shape suffixes: n tokens, d channels, K patches, k active patches, r code size, q offset rank (r when there
-are no offsets), g routing groups, m routing channels (d, or
-fewer with contextual prototypes; in a grouped tensor, the channels of one group).
+are no offsets), g routing groups, m routing channels (d, or fewer with contextual prototypes; in a grouped
+tensor, the channels of one group). Of product prototypes: N = sqrt(K) rows in each codebook, of m = d / 2
+channels, and c pairs of rows to choose from.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -73,6 +75,38 @@ def best_patches(s_nK: Tensor, top_k: int) -> Tensor:
     return s_nK.argsort(dim=-1, descending=True, stable=True)[:, :top_k]
 
 
+def half_scores(z_nd: Tensor, C_2Nm: Tensor, *, temperature: float, routing: str) -> Tensor:
+    """(2, n, N), eq. (P2): what each half of a token and each row of that half's codebook add to a score."""
+    with without_autocast(z_nd.device.type):
+        x_nd = routing_precision(z_nd)
+        if routing == "cosine":
+            x_nd = unit(x_nd)
+        x_2nm = x_nd.unflatten(-1, (2, -1)).transpose(0, 1)
+        return x_2nm @ unit(routing_precision(C_2Nm)).mT / (math.sqrt(2) * temperature)
+
+
+def best_pairs(
+    half_2nN: Tensor, top_k: int, select: Callable[[Tensor, int], Tensor] = best_patches
+) -> Tensor:
+    """(P3) TopK over all N * N pairs, of which (i, j) is patch i N + j, from the best k of each half.
+
+    The pair of the p-th best row of one half and the q-th best of the other is beaten by p q - 1 pairs of
+    rows at least as good, so it matters only if p q <= k.
+    """
+    N = half_2nN.shape[-1]
+    most = min(top_k, N)
+    i_nk, j_nk = (select(s_nN, most) for s_nN in half_2nN)
+    pairs = [i_nk[:, p, None] * N + j_nk[:, : top_k // (p + 1)] for p in range(most)]
+    patch_nc = torch.cat(pairs, 1).sort(dim=-1).values  # so that a stable selection gives ties to the lower
+    return patch_nc.gather(1, best_patches(pair_scores(half_2nN, patch_nc), top_k))
+
+
+def pair_scores(half_2nN: Tensor, patch_nk: Tensor) -> Tensor:
+    """(P2) s_ij = a_i + b_j of these patches"""
+    N = half_2nN.shape[-1]
+    return half_2nN[0].gather(1, patch_nk // N) + half_2nN[1].gather(1, patch_nk % N)
+
+
 def margins(s_nK: Tensor, radius_K: Tensor | None, temperature: float) -> Tensor:
     """m (n, K), eq. (B1): by how much the score exceeds the edge of the basin; s itself without radii."""
     return s_nK if radius_K is None else s_nK - routing_precision(radius_K) / temperature
@@ -105,7 +139,7 @@ def decode_backward(
 
 def apn(
     z_nd: Tensor,  # tokens, layer-normalised by the block or by the layer
-    P_Km: Tensor,  # prototypes
+    P_Km: Tensor,  # prototypes; or, of pairs, two codebooks (2, sqrt(K), d / 2)
     V_dr: Tensor,  # encoder
     a_Kr: Tensor | None,  # gate slopes; None for the scalar gate
     b_Kr: Tensor,  # gate biases; (K, 1) for the scalar gate
@@ -120,16 +154,22 @@ def apn(
     projection_gdm: Tensor | None = None,  # routing subspaces of contextual prototypes
     keep_nk: Tensor | None = None,  # patch dropout: which slots stay; at least one per row
     radius_K: Tensor | None = None,  # basins: the score, times tau, that a patch must exceed; not learned
+    sparse: bool = False,  # gradients of a, b and U with the rows of the active sets alone
     select: Callable[[Tensor, int], Tensor] = best_patches,
     decode: Callable[[Tensor, Tensor, Tensor], Tensor] = gathered_decode,
 ) -> APNOutput:
     finite_n1 = finite_rows(z_nd)
     z_nd = z_nd.masked_fill(~finite_n1, 0)  # a bad row must reach no other row and no gradient
 
-    s_nK = scores(z_nd, P_Km, temperature=temperature, routing=routing, projection_gdm=projection_gdm)
-    s_nK = margins(s_nK, radius_K, temperature)
-    idx_nk = select(s_nK.detach(), top_k)  # (2)
-    s_nk = s_nK.gather(1, idx_nk)
+    if P_Km.dim() == 3:
+        half_2nN = half_scores(z_nd, P_Km, temperature=temperature, routing=routing)
+        idx_nk = best_pairs(half_2nN.detach(), top_k, select)
+        s_nk = pair_scores(half_2nN, idx_nk)
+    else:
+        s_nK = scores(z_nd, P_Km, temperature=temperature, routing=routing, projection_gdm=projection_gdm)
+        s_nK = margins(s_nK, radius_K, temperature)
+        idx_nk = select(s_nK.detach(), top_k)  # (2)
+        s_nk = s_nK.gather(1, idx_nk)
     confidence_n = s_nk[:, 0] if radius_K is None else s_nk[:, 0].detach()
     if keep_nk is not None:
         s_nk = s_nk.masked_fill(~keep_nk, -torch.inf)  # a softmax over what is left renormalises
@@ -137,8 +177,9 @@ def apn(
 
     u_nr = z_nd @ V_dr  # (4) u = V^T z
     u_nkr = u_nr.unsqueeze(1)
-    slope_nkr = 0 if a_Kr is None else rows(a_Kr, idx_nk) * u_nkr
-    phi_nkr = u_nkr * torch.sigmoid(slope_nkr + rows(b_Kr, idx_nk))  # (5), or (7) with one scalar per patch
+    slope_nkr = 0 if a_Kr is None else rows(a_Kr, idx_nk, sparse=sparse) * u_nkr
+    # (5), or (7) with one scalar per patch
+    phi_nkr = u_nkr * torch.sigmoid(slope_nkr + rows(b_Kr, idx_nk, sparse=sparse))
 
     phi_nkr = (w_nk.unsqueeze(-1) * phi_nkr).to(U_Kqd.dtype)  # w_i scales the small side
     code_nkq = phi_nkr if A_Krq is None else torch.einsum("nkr,nkrq->nkq", phi_nkr, rows(A_Krq, idx_nk))
@@ -178,6 +219,12 @@ def balance_loss(
     """
     finite_n1 = finite_rows(z_nd)
     z_nd = z_nd.masked_fill(~finite_n1, 0)
+    if P_Km.dim() == 3:  # a softmax over pairs is the product of two
+        half_2nN = half_scores(z_nd, P_Km, temperature=temperature, routing=routing)
+        first_nN, second_nN = half_2nN.softmax(-1).masked_fill(~finite_n1, 0)
+        with without_autocast(z_nd.device.type):
+            usage_NN = first_nN.T @ second_nN / finite_n1.sum().clamp(min=1)
+        return (usage_NN - 1 / usage_NN.numel()).square().sum()
     s_nK = scores(z_nd, P_Km, temperature=temperature, routing=routing, projection_gdm=projection_gdm)
     share_nK = s_nK.softmax(-1).masked_fill(~finite_n1, 0)
     usage_K = share_nK.sum(0) / finite_n1.sum().clamp(min=1)

@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 
-def rows(table: Tensor, index: Tensor) -> Tensor:
-    """table (K, ...) at index (n, k) -> (n, k, ...)"""
+def rows(table: Tensor, index: Tensor, *, sparse: bool = False) -> Tensor:
+    """table (K, ...) at index (n, k) -> (n, k, ...); `sparse`: the gradient has those rows alone"""
+    if sparse:  # without a view, which has no sparse gradient
+        return F.embedding(index, table, sparse=True)
     flat = table.flatten(1)
     hide_gradient = torch.compiler.is_compiling() and table.device.type == "cpu"
     taken = _Rows.apply(flat, index) if hide_gradient else F.embedding(index, flat)

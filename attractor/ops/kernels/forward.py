@@ -51,19 +51,38 @@ def scores(z_tile, P_tile, acc, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def keep_best(acc, best, best_patch, first, k: tl.constexpr, k_P: tl.constexpr, BK: tl.constexpr):
+def keep_best(
+    acc,
+    best,
+    best_patch,
+    first,
+    k: tl.constexpr,
+    k_P: tl.constexpr,
+    BK: tl.constexpr,
+    UNROLL: tl.constexpr = True,
+):
     """Take the k best of the scores (BN, BK) of patches from `first` into the best so far."""
-    slots = tl.arange(0, k_P)
-    for _ in tl.static_range(k):
-        top, place = tl.max(acc, 1, return_indices=True, return_indices_tie_break_left=True)
-        worst = tl.min(best, 1)
-        # of equal ones the highest patch gives way; a new patch is higher than all before it
-        gives_way = tl.max(tl.where(best == worst[:, None], best_patch, -1), 1)
-        replaced = (best_patch == gives_way[:, None]) & (top > worst)[:, None] & (slots < k)[None, :]
-        best = tl.where(replaced, top[:, None], best)
-        best_patch = tl.where(replaced, (first + place)[:, None], best_patch)
-        acc = tl.where(tl.arange(0, BK)[None, :] == place[:, None], float("-inf"), acc)
+    if UNROLL:
+        for _ in tl.static_range(k):
+            acc, best, best_patch = keep_one(acc, best, best_patch, first, k, k_P, BK)
+    else:  # of many, the compiler would make minutes of work and too few registers
+        for _ in range(k):
+            acc, best, best_patch = keep_one(acc, best, best_patch, first, k, k_P, BK)
     return best, best_patch
+
+
+@triton.jit
+def keep_one(acc, best, best_patch, first, k: tl.constexpr, k_P: tl.constexpr, BK: tl.constexpr):
+    slots = tl.arange(0, k_P)
+    top, place = tl.max(acc, 1, return_indices=True, return_indices_tie_break_left=True)
+    worst = tl.min(best, 1)
+    # of equal ones the highest patch gives way; a new patch is higher than all before it
+    gives_way = tl.max(tl.where(best == worst[:, None], best_patch, -1), 1)
+    replaced = (best_patch == gives_way[:, None]) & (top > worst)[:, None] & (slots < k)[None, :]
+    best = tl.where(replaced, top[:, None], best)
+    best_patch = tl.where(replaced, (first + place)[:, None], best_patch)
+    acc = tl.where(tl.arange(0, BK)[None, :] == place[:, None], float("-inf"), acc)
+    return acc, best, best_patch
 
 
 @triton.jit
