@@ -9,8 +9,12 @@ import torch
 from test_trainer import CONFIG, Trainer, assert_same, config_for, dataset  # noqa: F401
 from torch import nn
 
+from attractor import APN
 from attractor.config import APNConfig
+from attractor.continual.config import UpdateConfig
+from attractor.continual.update import LocalUpdate
 from attractor.distributed import World
+from attractor.hf.sample import set_prototypes
 from attractor.loop import clip_gradients, descend, move_rows
 
 
@@ -105,3 +109,11 @@ def test_several_processes_are_refused(dataset, tmp_path):  # noqa: F811
     with pytest.raises(ValueError, match="sparse_gradients=True cannot be averaged over 2 processes"):
         Trainer(product_config(dataset), dataset, tmp_path, world=World(size=2))
     assert CONFIG.model.apn.sparse_gradients is False
+
+
+def test_patch_local_learning_refuses_what_patches_share():
+    layer = APN(8, num_patches=16, top_k=2, rank=2, prototypes="product")
+    with pytest.raises(ValueError, match='prototypes="static"'):
+        LocalUpdate({0: layer}, UpdateConfig())
+    with pytest.raises(ValueError, match="at random"):
+        set_prototypes(layer, torch.randn(64, 8), seed=0)

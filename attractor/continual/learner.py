@@ -119,7 +119,7 @@ class OnlineLearner:
 
     @property
     def device(self) -> torch.device:
-        return next(iter(self.layers.values())).prototypes.device
+        return next(iter(self.layers.values())).encoder.device
 
     @property
     def budget(self) -> int:

@@ -220,6 +220,15 @@ def _is_all(patches: Tensor, count: int) -> bool:
     return len(patches) == count and torch.equal(patches, torch.arange(count, device=patches.device))
 
 
+def check_flat(layer: APN) -> None:
+    """Refuse a layer whose patches share the rows of two codebooks."""
+    if layer.config.prototypes == "product":
+        raise ValueError(
+            'layers with prototypes="product" do not learn patch by patch yet: their patches share the rows '
+            'of two codebooks. Train them with the Trainer, or build the layer with prototypes="static"'
+        )
+
+
 class LocalUpdate:
     """The optimizer of patch-local learning, for APN layers by name or number.
 
@@ -236,6 +245,7 @@ class LocalUpdate:
         self.learning_rate = config.learning_rate  # a schedule may set it
         self.state: dict[str, Tensor] = {}  # flat, by layer, parameter and part: fit for safetensors
         for number, layer in self.layers.items():
+            check_flat(layer)
             if not list(self.trained(number)):
                 raise ValueError(f"layer {number!r} has no parameters with the roles {list(config.train)}")
             if config.max_decoder is not None and layer.decoder is None:
@@ -309,7 +319,7 @@ class LocalUpdate:
             return []
         if patches.min() < 0 or patches.max() >= layer.num_patches:
             raise ValueError(f"patches {patches.tolist()} must lie in 0 to {layer.num_patches - 1}")
-        rows = None if _is_all(patches, layer.num_patches) else patches.to(layer.prototypes.device)
+        rows = None if _is_all(patches, layer.num_patches) else patches.to(layer.encoder.device)
         found = []
         for name, parameter in self.trained(number):
             by_patch = ROLES[name] in PATCH_ROLES
@@ -380,7 +390,7 @@ class LocalUpdate:
         return _length(moved).max()
 
     def _device(self) -> torch.device:
-        return next(iter(self.layers.values())).prototypes.device
+        return next(iter(self.layers.values())).encoder.device
 
     @torch.no_grad()
     def forget(self, number: Any, patch: int, undo: Undo) -> None:

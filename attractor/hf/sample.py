@@ -110,6 +110,8 @@ def _read(
 @torch.no_grad()
 def set_prototypes(layer: APN, inputs: Tensor, seed: int) -> None:
     """Prototypes in the middle of clusters of `inputs` (n, dim), by spherical k-means; lengths are kept."""
+    if layer.config.prototypes == "product":
+        raise ValueError('prototypes="product" cannot be placed among activations: start them at random')
     directions = layer.represent(inputs.to(layer.encoder.dtype)).float()
     directions = directions[directions.any(1)]
     count, groups = layer.num_patches, layer.config.routing_groups

@@ -471,7 +471,7 @@ def apn(
     radius_K: Tensor | None = None,
     sparse: bool = False,
 ) -> APNOutput:
-    if P_Km.dim() == 3 and product.can_run(V_dr, top_k, U0_rd):
+    if P_Km.dim() == 3 and product.can_run(P_Km, V_dr, top_k, U0_rd):
         return product.apn(
             z_nd,
             P_Km,

@@ -20,6 +20,10 @@ from attractor.ops.reference import APNOutput
 
 MOST_RANK, MOST_ACTIVE = 64, 16
 """Up to here the kernels hold what they need in registers."""
+MOST_ROWS = 64
+"""So large may codebooks be on a GPU: up to here choices and gradients matched float64. With 256 rows
+`route_pairs` chose other patches in each of two runs on an H200, a race that is not found yet: there the
+plain path runs."""
 FEW_TOKENS, FEW_ROWS = 64, 4096
 """Up to here, without gradients, a token and a few rows of a codebook have a program of their own."""
 WAVE = 264
@@ -515,7 +519,9 @@ def _sparse(patches: Tensor, values: Tensor | None, like: Tensor | None) -> Tens
     return torch.sparse_coo_tensor(patches[None].long(), values, like.shape, check_invariants=False)
 
 
-def can_run(V_dr: Tensor, top_k: int, U0_rd: Tensor | None) -> bool:
+def can_run(C_2Nm: Tensor, V_dr: Tensor, top_k: int, U0_rd: Tensor | None) -> bool:
+    if C_2Nm.is_cuda and C_2Nm.shape[1] > MOST_ROWS:
+        return False
     return U0_rd is None and V_dr.shape[1] <= MOST_RANK and top_k <= MOST_ACTIVE
 
 
