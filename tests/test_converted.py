@@ -117,6 +117,12 @@ def test_the_second_reading_gives_the_same_to_the_bit(kept, written, monkeypatch
     assert torch.equal(half.lm_head.weight, kept[0][0].lm_head.weight.bfloat16())
 
 
+def test_numbers_of_less_precision_are_not_kept(written, cache):
+    half = load_pretrained(written, dtype=torch.bfloat16)[0].lm_head.weight
+    assert not cache.exists()
+    assert not torch.equal(load_pretrained(written)[0].lm_head.weight, half.float())
+
+
 def test_reading_once_gives_what_transformers_gives(kept, written):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(written.parent, gguf_file=written.name)
     state = theirs.state_dict()

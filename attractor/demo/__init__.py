@@ -50,8 +50,8 @@ def run_config(model: str, steps: int, vocab_size: int) -> RunConfig:
         max_steps=steps,
         warmup_steps=steps // 20,
         log_interval=max(1, steps // 60),
-        eval_interval=max(1, steps // 8),
-        checkpoint_interval=max(1, steps // 8),
+        eval_interval=math.ceil(steps / 8),
+        checkpoint_interval=math.ceil(steps / 8),
     )
     shape = dataclasses.replace(config.model, vocab_size=vocab_size)
     return dataclasses.replace(config, model=shape, train=train)

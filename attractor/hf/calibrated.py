@@ -69,9 +69,9 @@ def _key(model: Any, tokens: Tensor, settings: Mapping[str, Any]) -> str:
 
 def _read(path: Path, key: str, device: torch.device) -> tuple[Calibration, float]:
     with safe_open(path, framework="pt") as file:
-        told = file.metadata() or {}
+        expected = (file.metadata() or {}).get("sha256")
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no dict)
-    if tensors_hash(tensors, key) != told.get("sha256"):
+    if tensors_hash(tensors, key) != expected:
         raise ValueError("it is not what was written: its hash differs")
     unit = tensors.pop("unit").item()
     return Calibration(**{name: value.to(device) for name, value in tensors.items()}), unit
@@ -81,9 +81,9 @@ def _keep(path: Path, key: str, calibration: Calibration, unit: float) -> None:
     """Without a cache the calibration is still good."""
     tensors = {name: value.cpu().contiguous() for name, value in vars(calibration).items()}
     tensors["unit"] = torch.tensor(unit, dtype=torch.float64)
-    told = {"sha256": tensors_hash(tensors, key)}
+    known_by = {"sha256": tensors_hash(tensors, key)}
     try:
-        write_file(path, lambda partial: save_file(tensors, partial, metadata=told))
+        write_file(path, lambda partial: save_file(tensors, partial, metadata=known_by))
         made = sorted(path.parent.glob("*.safetensors"), key=lambda found: found.stat().st_mtime)
         for old in made[:-KEPT]:
             old.unlink(missing_ok=True)

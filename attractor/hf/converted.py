@@ -39,13 +39,13 @@ def find(sha256: str) -> Path | None:
     if not folder.exists():
         return None
     try:
-        told = json.loads((folder / MANIFEST).read_text())
-        if not _about(sha256).items() <= told.items():
-            raise ValueError(f"other versions made it: {told['versions']}")
+        manifest = json.loads((folder / MANIFEST).read_text())
+        if not _about(sha256).items() <= manifest.items():
+            raise ValueError(f"other versions made it: {manifest['versions']}")
         found = {path.name for path in folder.iterdir()} - {MANIFEST}
-        if odd := found ^ told["files"].keys():
+        if odd := found ^ manifest["files"].keys():
             raise ValueError(f"{min(odd)} is missing or not part of it")
-        for name, expected in told["files"].items():
+        for name, expected in manifest["files"].items():
             if sha256_of(folder / name) != expected:
                 raise ValueError(f"{name} is not what was written: its hash differs")
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -71,8 +71,8 @@ def keep(sha256: str, model: Any, tokenizer: Any) -> None:
         (partial / "config.json").write_text(in_order)
         tokenizer.save_pretrained(partial)
         files = {path.name: sha256_of(path) for path in partial.iterdir()}
-        told = {**_about(sha256), "quantization_config": quantized, "files": files}
-        (partial / MANIFEST).write_text(json.dumps(told, indent=1))
+        manifest = {**_about(sha256), "quantization_config": quantized, "files": files}
+        (partial / MANIFEST).write_text(json.dumps(manifest, indent=1))
 
     folder = _folder(sha256)
     for stale in folder.parent.glob(f".partial-{folder.name}-*"):  # by a killed process

@@ -103,11 +103,11 @@ def _from_gguf(source: str | Path, read: Callable[..., tuple[Any, Any]]) -> tupl
         return model, tokenizer
     if is_ours:
         place = smollm2_file()
-    once = "" if sha256 is None else " (once; from then on it is read from the cache)"
-    log.info("converting %s to full precision%s ...", place.name, once)
+    log.info("converting %s ...", place.name)
     with converted.read_once():
         model, tokenizer = read(str(place.parent), gguf_file=place.name, local_files_only=True)
-    if sha256 is not None:
+    if sha256 is not None and model.dtype == torch.float32:  # less precise numbers serve nobody else
+        log.info("keeping %s in full precision in the cache: the next start is quick ...", place.name)
         converted.keep(sha256, model, tokenizer)
     return model, tokenizer
 
