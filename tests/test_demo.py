@@ -169,7 +169,7 @@ def test_what_models_write_stays_text(finished):
     assert "script" not in page.tags
     assert page.texts["pre"][:2] == [result["samples"]["dense"], result["samples"]["apn"]]
     assert any(f"of them {HOSTILE}" in patch for patch in page.texts["li"])
-    assert HOSTILE in page.texts["td"]
+    assert f"{HOSTILE} (not as taught)" in page.texts["td"]
     assert HOSTILE in page.texts["p"]
 
 
@@ -263,16 +263,18 @@ def test_the_story_is_on_the_page_and_in_the_terminal(finished):
     told = result["story"]
     assert told["lessons"] == json.loads((out / "story.json").read_text())["lessons"]
     assert [lesson["number"] for lesson in told["lessons"]] == [0, 1, 2]
+    assert (told["longest"], told["window"]) == (3, 64)
     assert [text["windows"] for text in told["others"].values()] == [6, 6]
     page = Page((out / "report.html").read_text())
     shown, cells = demo.story_lines(result), page.texts["td"]
     for number, fact in enumerate(told["facts"]):
         row = cells[5 * number : 5 * number + 5]
         assert row[:3] == [f"{fact['taught'][0]} {fact['answer']}", fact["question"], told["before"][number]]
-        assert row[3] == told["answers"][number]
+        right = story.is_right(fact, told["answers"][number])
+        assert row[3] == told["answers"][number] + ("" if right else " (not as taught)")
         assert row[4] == f"0% to {told['lessons'][number]['known']:.0%}"
         assert fact["question"] in shown
-        assert f"now:     {row[3]}" in shown
+        assert f"now:     {told['answers'][number]}  [{'as' if right else 'NOT as'} taught; " in shown
     assert f"{told['right']} of 3 answers are what was taught" in shown
     same = sum(text["same"] for text in told["others"].values())
     assert any(

@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from attractor.demo.story import LONGEST, is_right
+from attractor.demo.story import is_right
 from attractor.figures import data_uri, in_style, new_figure, svg
 
 TITLES = {"dense": "Dense", "apn": "APN"}
@@ -53,7 +53,6 @@ def render(result: dict[str, Any], metrics: dict[str, Records]) -> str:
             learned=learned(result["adaptation"]),
             facts=_facts(result),
             taught=_taught(result["story"]),
-            longest=LONGEST,
         )
     )
 

@@ -80,7 +80,13 @@ def is_right(fact: Mapping[str, Any], said: str) -> bool:
 
 def _begun(path: Path, texts: Mapping[str, str]) -> dict[str, Any]:
     """The record as far as it goes; one of other facts or texts must not be shown as one of these."""
-    begins = {"base": BASE, "facts": FACTS, "texts": {name: len(text) for name, text in texts.items()}}
+    begins = {
+        "base": BASE,
+        "facts": FACTS,
+        "texts": {name: len(text) for name, text in texts.items()},
+        "longest": LONGEST,
+        "window": WINDOW,
+    }
     if not path.is_file():
         return begins
     record = json.loads(path.read_text())
