@@ -320,6 +320,9 @@ def test_other_text_that_a_lesson_touches_is_counted(tmp_path, monkeypatch):
     assert told["forgotten"]["answer"] == told["before"][0]
     with pytest.raises(ValueError, match=r"story\.json tells of other facts; remove .* or choose another"):
         story.tell(tmp_path, {"another": "text"})
+    (tmp_path / "story.json").unlink()
+    with pytest.raises(ValueError, match=r"school is of another story; remove .* or choose another"):
+        story.tell(tmp_path, texts)
 
 
 TEXTS = {"a text": "to be or not to be, that is the question. " * 20}

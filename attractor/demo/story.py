@@ -46,6 +46,8 @@ def tell(
     record = _begun(out / FILE, texts)
     if "forgotten" in record:
         return record
+    if "before" not in record and (out / SCHOOL).exists():  # it could not be asked before its lessons
+        raise ValueError(f"{out / SCHOOL} is of another story; remove {out} or choose another folder")
     try:
         model = _model(out / SCHOOL, device)
     except corpora.CorpusUnavailable as error:
