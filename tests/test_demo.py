@@ -264,7 +264,7 @@ def test_the_story_is_on_the_page_and_in_the_terminal(finished):
     assert told["lessons"] == json.loads((out / "story.json").read_text())["lessons"]
     assert [lesson["number"] for lesson in told["lessons"]] == [0, 1, 2]
     assert (told["longest"], told["window"]) == (3, 64)
-    assert [text["windows"] for text in told["others"].values()] == [6, 6]
+    assert [text["windows"] for text in told["others"].values()] == [5, 5]
     page = Page((out / "report.html").read_text())
     shown, cells = demo.story_lines(result), page.texts["td"]
     for number, fact in enumerate(told["facts"]):

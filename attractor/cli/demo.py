@@ -20,12 +20,12 @@ def say(line: str) -> None:
 class Demo:
     """Teach a model 15 facts, ask it, make it forget one; then compare a dense and an APN model.
 
-    It takes less than five minutes on two cores, and writes a report.
+    It takes a few minutes on two cores, and writes a report.
     """
 
     out: Path = Path("runs/demo")
     """Gets report.html, demo.json, the lessons and both runs; a demo that was stopped goes on from there."""
-    steps: int = 300
+    steps: int = 240
     """Training steps of each model."""
     device: Device = None
     """cpu, cuda, cuda:1, ..."""

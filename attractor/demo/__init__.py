@@ -1,6 +1,6 @@
 """What `make demo` shows: a model is taught, asked and made to forget; then a dense and an APN model learn.
 
-attractor demo      less than five minutes on two CPU cores; then open runs/demo/report.html
+attractor demo      a few minutes on two CPU cores; then open runs/demo/report.html
 """
 
 import copy
@@ -50,8 +50,8 @@ def run_config(model: str, steps: int, vocab_size: int) -> RunConfig:
         max_steps=steps,
         warmup_steps=steps // 20,
         log_interval=max(1, steps // 60),
-        eval_interval=math.ceil(steps / 8),
-        checkpoint_interval=math.ceil(steps / 8),
+        eval_interval=math.ceil(steps / 6),
+        checkpoint_interval=math.ceil(steps / 6),
     )
     shape = dataclasses.replace(config.model, vocab_size=vocab_size)
     return dataclasses.replace(config, model=shape, train=train)

@@ -27,7 +27,7 @@ FACTS = json.loads((Path(__file__).parent / "facts.json").read_text())
 """What is not true of anything: a question, its answer, and the prompts by which it is taught."""
 FORGOTTEN = 0
 """The lesson that is taken back at the end."""
-WINDOW, WINDOWS = 256, 6
+WINDOW, WINDOWS = 256, 5
 """Other text is read in so many tokens at once, so often for each text."""
 LONGEST = 24
 """Tokens of an answer, which also ends with its first sentence."""
