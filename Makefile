@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-demo: $(READY)  ## train a dense and an APN model side by side and write a report (two to three minutes)
+demo: $(READY)  ## teach a model 15 facts, ask it, let it forget one; then a dense and an APN model; a report
 	@$(BIN)/attractor demo
 
 test: lint types pytest  ## lint, types and every test but the slow ones
@@ -45,10 +45,10 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Setting up .venv (once; PyTorch is a large download) ..."
 	@$(PYTHON) -m venv .venv \
 	  || { echo "Could not create .venv: install your system's venv package (Debian, Ubuntu: python3-venv)"; exit 1; }
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[cli,train]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[cli,train,hf]"
 	@touch $@
 
 $(READY_TO_TEST): $(READY)
 	@echo "Adding what the tests need (once; Triton is large) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[cli,train,dev]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[cli,train,hf,dev]"
 	@touch $@

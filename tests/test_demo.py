@@ -8,6 +8,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 from collections import Counter
 from html.parser import HTMLParser
@@ -15,13 +16,19 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from test_lessons import CONFIG, background, llama
 
 from attractor import demo
 from attractor.checkpoint import find_model
+from attractor.continual.forms import shared_subject
+from attractor.corpora import CorpusUnavailable
 from attractor.data import prepare, read_text, windows
-from attractor.demo import report
+from attractor.demo import report, story
 from attractor.files import read_jsonl
+from attractor.front import Model
+from attractor.hf import pretrained, teachable
 from attractor.model import GPT
+from attractor.tokenizer import ByteTokenizer
 
 STEPS = 6
 HOSTILE = '<script>&"'
@@ -37,8 +44,11 @@ def dataset(tmp_path_factory):
 
 @pytest.fixture(scope="module", autouse=True)
 def small_demo():
-    """Smaller models, shorter samples and less to learn."""
-    usual = demo.run_config
+    """Smaller models, shorter samples and less to learn; a tiny Llama is taught in place of SmolLM2."""
+    usual, usual_teachable = demo.run_config, teachable.teachable
+
+    def small_teachable(model, encode, **options):
+        return usual_teachable(model, encode, background(), act_at=3, config=CONFIG, **options)
 
     def run_config(*given):
         config = usual(*given)
@@ -49,6 +59,13 @@ def small_demo():
         patch.setitem(demo.SAMPLING, "max_tokens", 30)
         patch.setattr(demo, "run_config", run_config)
         patch.setattr(demo, "read_text", lambda source: read_text(source, size=8192))
+        patch.setattr(story, "FACTS", story.FACTS[:3])
+        patch.setattr(story, "LONGEST", 3)
+        patch.setattr(story, "WINDOW", 64)
+        patch.setattr(teachable, "teachable", small_teachable)
+        patch.setattr(
+            pretrained, "load_pretrained", lambda source, device: (llama().to(device), ByteTokenizer())
+        )
         yield
 
 
@@ -144,6 +161,7 @@ def test_what_models_write_stays_text(finished):
     layer["favourites"] = [(HOSTILE, 0.5)] * 29 + [("\x00", 0.5)]
     layer["favourites"][3], layer["usage"][3] = None, 0.0
     result["data"]["source"] = result["provenance"]["commit"] = HOSTILE
+    result["story"]["answers"][0] = result["story"]["forgotten"]["answer"] = HOSTILE
     text = render(out, result)
     page = Page(text)
     for drawing in pictures(page):
@@ -151,11 +169,13 @@ def test_what_models_write_stays_text(finished):
     assert "script" not in page.tags
     assert page.texts["pre"][:2] == [result["samples"]["dense"], result["samples"]["apn"]]
     assert any(f"of them {HOSTILE}" in patch for patch in page.texts["li"])
+    assert f"{HOSTILE} (not as taught)" in page.texts["td"]
+    assert HOSTILE in page.texts["p"]
 
 
 def test_the_table_says_what_the_json_says(finished):
     out, result = finished
-    cells = Page((out / "report.html").read_text()).texts["td"]
+    cells = Page((out / "report.html").read_text()).texts["td"][3 * 5 + 2 * 4 :]  # the story has its own
     assert all(cell in demo.table(result) + demo.adaptation_table(result) for cell in cells)
     table = [[float(cell.replace(",", "")) for cell in cells[start : start + 3]] for start in range(0, 18, 3)]
     dense, apn = json.loads((out / "demo.json").read_text())["rows"].values()
@@ -236,6 +256,129 @@ def test_a_second_run_trains_nothing(finished, dataset):
     for row in (*first["rows"].values(), *second["rows"].values()):
         row["training_seconds"] = None
     assert second == first
+
+
+def test_the_story_is_on_the_page_and_in_the_terminal(finished):
+    out, result = finished[0], copy.deepcopy(finished[1])
+    told = result["story"]
+    assert told["lessons"] == json.loads((out / "story.json").read_text())["lessons"]
+    assert [lesson["number"] for lesson in told["lessons"]] == [0, 1, 2]
+    assert (told["longest"], told["window"]) == (3, 64)
+    assert [text["windows"] for text in told["others"].values()] == [5, 5]
+    page = Page((out / "report.html").read_text())
+    shown, cells = demo.story_lines(result), page.texts["td"]
+    for number, fact in enumerate(told["facts"]):
+        row = cells[5 * number : 5 * number + 5]
+        assert row[:3] == [f"{fact['taught'][0]} {fact['answer']}", fact["question"], told["before"][number]]
+        right = story.is_right(fact, told["answers"][number])
+        assert row[3] == told["answers"][number] + ("" if right else " (not as taught)")
+        assert row[4] == f"0% to {told['lessons'][number]['known']:.0%}"
+        assert fact["question"] in shown
+        assert f"now:     {told['answers'][number]}  [{'as' if right else 'NOT as'} taught; " in shown
+    assert f"{told['right']} of 3 answers are what was taught" in shown
+    same = sum(text["same"] for text in told["others"].values())
+    assert any(
+        f"it answers {told['right']} of 3 questions" in text
+        and f"\n{same} are what the model said before" in text
+        for text in page.texts["p"]
+    )
+    for is_the_base, sentence in ((True, "No lesson acts on any token"), (False, "Another lesson acts on")):
+        told["forgotten"]["is_the_base"] = is_the_base
+        assert any(text.startswith(sentence) for text in Page(render(out, result)).texts["p"])
+
+
+def test_the_questions_are_none_of_the_forms_that_are_taught():
+    facts = json.loads((report.HERE / "facts.json").read_text())
+    assert len(facts) == 15
+    assert len({fact["answer"] for fact in facts}) == 15
+    subjects = [shared_subject([(prompt, "") for prompt in fact["taught"]]) for fact in facts]
+    assert len(set(subjects)) == 15
+    for fact, subject in zip(facts, subjects, strict=True):
+        assert subject in fact["question"]
+        assert all(prompt not in fact["question"] for prompt in fact["taught"])
+        assert not any(fact["answer"] in text for text in (fact["question"], *fact["taught"]))
+
+
+@pytest.mark.parametrize(
+    ("said", "right"),
+    [("It is the cello.", True), ("Cello", True), ("A violoncello", False), ("cellos", False), ("", False)],
+)
+def test_an_answer_is_right_if_the_word_stands_in_it(said, right):
+    assert story.is_right({"answer": "cello"}, said) is right
+
+
+def test_other_text_that_a_lesson_touches_is_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(story, "FACTS", story.FACTS[:1])
+    texts = {"touched": "Zorvan Quillbeam plays the cello, they say. " * 20, "other": "0123456789 " * 40}
+    told = story.tell(tmp_path, texts)
+    others = told["others"]
+    assert others["other"]["same"] == others["other"]["windows"]
+    assert others["other"]["before"] == others["other"]["after"]
+    assert others["touched"]["same"] < others["touched"]["windows"]
+    assert others["touched"]["before"] != others["touched"]["after"]
+    assert told["forgotten"]["is_the_base"]
+    assert told["forgotten"]["answer"] == told["before"][0]
+    with pytest.raises(ValueError, match=r"story\.json tells of other facts; remove .* or choose another"):
+        story.tell(tmp_path, {"another": "text"})
+    (tmp_path / "story.json").unlink()
+    with pytest.raises(ValueError, match=r"school is of another story; remove .* or choose another"):
+        story.tell(tmp_path, texts)
+
+
+TEXTS = {"a text": "to be or not to be, that is the question. " * 20}
+
+
+@pytest.fixture(scope="module")
+def whole_story(tmp_path_factory):
+    return story.tell(tmp_path_factory.mktemp("story"), TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("moment", "done"),
+    [("asking smollm2", 0), ("lesson 1", 1), ("lesson 2", 2), ("asking again", 3), ("comparing", 3)],
+)
+def test_an_interrupted_story_goes_on_where_it_stopped(moment, done, whole_story, tmp_path, monkeypatch):
+    def interrupt(line):
+        if line.startswith(moment):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        story.tell(tmp_path, TEXTS, say=interrupt)
+    learned = []
+    usual = Model.learn
+    monkeypatch.setattr(Model, "learn", lambda self, forms: learned.append(forms) or usual(self, forms))
+    again = story.tell(tmp_path, TEXTS)
+    assert len(learned) == 3 - done
+    without_times = copy.deepcopy((again, whole_story))
+    for lesson in (lesson for told in without_times for lesson in told["lessons"]):
+        lesson["seconds"] = None
+    assert without_times[0] == without_times[1]
+    monkeypatch.setattr(story, "load", pytest.fail)  # what is complete needs no model
+    assert story.tell(tmp_path, TEXTS) == again
+
+
+@pytest.mark.parametrize("missing", ["model", "library"])
+def test_where_the_model_cannot_be_had_the_rest_is_shown(missing, finished, dataset, tmp_path, monkeypatch):
+    def unavailable(source, device):
+        raise CorpusUnavailable(f"no network {HOSTILE}")
+
+    if missing == "model":
+        monkeypatch.setattr(pretrained, "load_pretrained", unavailable)
+    else:
+        monkeypatch.setattr(story, "find_spec", lambda name: None)
+    shutil.copytree(finished[0] / "dense", tmp_path / "dense")
+    shutil.copytree(finished[0] / "apn", tmp_path / "apn")
+    said = []
+    result = run(tmp_path, dataset, say=said.append)
+    reason = f"no network {HOSTILE}" if missing == "model" else 'install the extra "hf"'
+    (line,) = said
+    assert line.startswith(f"smollm2-135m cannot be had, so lessons are not shown: {reason}")
+    assert reason in demo.story_lines(result)
+    page = Page((tmp_path / "report.html").read_text())
+    assert page.texts["h1"] == ["A dense model and an Attractor Patch Network, side by side"]
+    assert any(reason in text for text in page.texts["p"])
+    assert not (tmp_path / "story.json").exists()  # the next time it is tried again
+    assert not (tmp_path / "school").exists()
 
 
 def test_an_interrupted_demo_goes_on_where_it_stopped(finished, dataset, tmp_path):

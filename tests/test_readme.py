@@ -18,7 +18,8 @@ BLOCKS = [
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_python_blocks_run(block):
+def test_python_blocks_run(block, tmp_path, monkeypatch):
+    monkeypatch.setenv("ATTRACTOR_CACHE", str(tmp_path))
     torch.manual_seed(0)
     if "transformers" in block:
         pytest.importorskip("transformers", reason="transformers is not installed: the extra hf")

@@ -60,7 +60,7 @@ GROUPS: dict[str, dict[str, Verb]] = {
             "models", "Info", "Describe a model, or what this machine can run.", "info runs/tiny_apn"
         ),
         "data": Verb("data", "DATA", "List and prepare texts.", "data prepare my-notes/ --tokenizer bpe"),
-        "demo": Verb("demo", "Demo", "Show dense and APN models side by side, with a report.", "demo"),
+        "demo": Verb("demo", "Demo", "Teach a model, ask it, compare dense and APN, write a report.", "demo"),
     },
     "Keep learning": {
         "adapt": Verb(

@@ -1,6 +1,6 @@
-"""What `make demo` shows: a dense and an APN model of the same shape learn alike, then learn something new.
+"""What `make demo` shows: a model is taught, asked and made to forget; then a dense and an APN model learn.
 
-attractor demo      two to three minutes on two CPU cores; then open runs/demo/report.html
+attractor demo      a few minutes on two CPU cores; then open runs/demo/report.html
 """
 
 import copy
@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from pydoc_data import topics
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from attractor.continual.config import GuardConfig, LearnConfig, UpdateConfig
 from attractor.continual.guarded import GuardedLearner
 from attractor.data import Dataset, read_text, windows
 from attractor.demo.report import TITLES, comparison, learned, render, specialists, verdict
+from attractor.demo.story import is_right, tell
 from attractor.evaluate import evaluate, routing
 from attractor.files import read_jsonl
 from attractor.generate import generate
@@ -36,6 +38,8 @@ PROMPT = "ROMEO:"
 SAMPLING: dict[str, Any] = {"max_tokens": 400, "temperature": 0.8, "seed": 1337}
 NEW_DOMAIN, RATE = "paper-shift", 5e-4
 """What both learn afterwards, as a stream, and at which rate."""
+OTHER_TEXT = 10_000
+"""Characters of each text that lessons should leave alone."""
 
 
 def run_config(model: str, steps: int, vocab_size: int) -> RunConfig:
@@ -46,8 +50,8 @@ def run_config(model: str, steps: int, vocab_size: int) -> RunConfig:
         max_steps=steps,
         warmup_steps=steps // 20,
         log_interval=max(1, steps // 60),
-        eval_interval=max(1, steps // 8),
-        checkpoint_interval=max(1, steps // 8),
+        eval_interval=math.ceil(steps / 6),
+        checkpoint_interval=math.ceil(steps / 6),
     )
     shape = dataclasses.replace(config.model, vocab_size=vocab_size)
     return dataclasses.replace(config, model=shape, train=train)
@@ -61,16 +65,19 @@ def run(
     prompt: str = PROMPT,
     device: str | None = None,
     report: Callable[[dict[str, Any]], None] = lambda record: None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Train both models (or finish them), measure them, write `out`/demo.json and `out`/report.html.
+    """Tell the story of the lessons, train both models, measure them, write `out`/demo.json and /report.html.
 
-    `report` receives the trainers' records with two additions: what we are "doing", and how many of the
-    steps of both models are "done".
+    What was done before an interruption is not done again. `say` receives the lines of the story, and
+    `report` the trainers' records with two additions: what we are "doing", and how many of the steps of both
+    models are "done".
     """
     dataset.tokenizer.encode(prompt)  # a prompt that cannot be written is no news after minutes of training
     configs = {model: run_config(model, steps, dataset.tokenizer.vocab_size) for model in MODELS}
     for model, config in configs.items():
         check_unchanged(out / model, config)
+    story = tell(out, other_texts(dataset), device=device, say=say)
     rows: dict[str, Any] = {}
     for model, config in configs.items():
         before, doing = len(rows) * steps, f"training {TITLES[model]}"
@@ -86,6 +93,7 @@ def run(
     described = ("source", "sha256", "tokenizer", "train_tokens", "val_tokens")
     values = {
         "experiment": "demo",
+        "story": story,
         "steps": steps,
         "data": {name: dataset.meta[name] for name in described},
         "rows": rows,
@@ -99,6 +107,13 @@ def run(
     page = render(result, {model: read_jsonl(out / model / "metrics.jsonl", "step") for model in MODELS})
     (out / "report.html").write_text(page, encoding="utf-8")
     return result
+
+
+def other_texts(dataset: Dataset) -> dict[str, str]:
+    """Texts that no lesson is about. The end of the manual is not among what calibrates the model."""
+    manual = "\n".join(topics.topics.values())
+    learned = dataset.tokenizer.decode(dataset.train[:OTHER_TEXT])
+    return {"The end of Python's manual": manual[-OTHER_TEXT:], str(dataset.meta["source"]): learned}
 
 
 def adaptation(models: dict[str, GPT], dataset: Dataset, tokens: int) -> dict[str, Any]:
@@ -191,6 +206,32 @@ def continued(prompt: str, model: GPT, dataset: Dataset) -> str:
     tokens = torch.from_numpy(dataset.tokenizer.encode(prompt))[None]
     written = tokens[0].tolist() + [int(token) for token in generate(model, tokens, **SAMPLING)]
     return dataset.tokenizer.decode(written)
+
+
+def story_lines(result: dict[str, Any]) -> str:
+    """Every question, what the base said and what the model says now; other text; and what was forgotten."""
+    story = result["story"]
+    if "unavailable" in story:
+        return f"Lessons are not shown, because their model cannot be had: {story['unavailable']}"
+    facts, lines = story["facts"], []
+    for fact, lesson, before, now in zip(
+        facts, story["lessons"], story["before"], story["answers"], strict=True
+    ):
+        right = "as taught" if is_right(fact, now) else "NOT as taught"
+        lines += [
+            f"{fact['question']}",
+            f"    before:  {before}",
+            f"    now:     {now}  [{right}; known {lesson['known_before']:.0%} -> {lesson['known']:.0%}]",
+        ]
+    lines.append(f"\n{story['right']} of {len(facts)} answers are what was taught.")
+    for name, text in story["others"].items():
+        lines.append(
+            f"{name}: {text['same']} of {text['windows']} windows are the base's to the bit, "
+            f"perplexity {text['before']:.3f} before, {text['after']:.3f} now"
+        )
+    forgotten = story["forgotten"]
+    lines.append(f"After forgetting: {facts[forgotten['fact']]['question']} {forgotten['answer']}")
+    return "\n".join(lines)
 
 
 def table(result: dict[str, Any]) -> str:

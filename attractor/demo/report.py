@@ -10,6 +10,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from attractor.demo.story import is_right
 from attractor.figures import data_uri, in_style, new_figure, svg
 
 TITLES = {"dense": "Dense", "apn": "APN"}
@@ -51,8 +52,28 @@ def render(result: dict[str, Any], metrics: dict[str, Records]) -> str:
             layers=[_layer(number, layer, top) for number, layer in result["routing"].items()],
             learned=learned(result["adaptation"]),
             facts=_facts(result),
+            taught=_taught(result["story"]),
         )
     )
+
+
+def _taught(story: dict[str, Any]) -> list[dict[str, Any]]:
+    """For each fact what the page shows of it; nothing where there is no story."""
+    if "unavailable" in story:
+        return []
+    columns = zip(story["facts"], story["lessons"], story["before"], story["answers"], strict=True)
+    return [
+        {
+            **fact,
+            "before": before,
+            "now": now,
+            "is_right": is_right(fact, now),
+            "known": f"{lesson['known_before']:.0%} to {lesson['known']:.0%}",
+            "bytes": lesson["bytes"],
+            "seconds": lesson["seconds"],
+        }
+        for fact, lesson, before, now in columns
+    ]
 
 
 def comparison(rows: dict[str, Row]) -> list[tuple[str, str, str, str]]:

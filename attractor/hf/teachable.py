@@ -27,6 +27,7 @@ from attractor.continual.calibrate import CLOSED, Calibration
 from attractor.continual.config import LessonConfig
 from attractor.continual.lessons import Lessons
 from attractor.files import write_folder
+from attractor.hf.calibrated import calibrated
 from attractor.hf.causal import CausalLM
 from attractor.hf.find import find_places
 from attractor.hf.halves import Halves
@@ -59,7 +60,8 @@ def teachable(
 
     `background` is text of the kinds that the model must go on to predict as before: token ids (windows,
     time), or texts, which are cut into windows, of which `windows` are read. By default it is text and
-    programs that come with Python. The more is read, the better the bound on what lessons touch.
+    programs that come with Python, and what is measured on that is kept in the cache. The more is read, the
+    better the bound on what lessons touch.
 
     Subjects are recognised by what goes into the FFN of block `read_from` (default: a third of the way up)
     and by what the attention of the blocks `read_attention` added before it (default: four in the middle of
@@ -74,17 +76,14 @@ def teachable(
     act = max(read, (len(blocks) - 1) // 2) if act_at is None else act_at
     if read_attention is None:
         read_attention = range(read // 3, 2 * read // 3 + 1) if act > read else ()
-    if background is None:
-        background = default_background()
-    tokens = background if isinstance(background, Tensor) else cut(background, encode, window)[:windows]
     number_of = {block.number: block for block in blocks}
     if not {read, act} <= number_of.keys() or act < read:
         raise ValueError(
             f"read_from={read}, act_at={act}: give blocks of the model, 0 to {max(number_of)}, in this order"
         )
+    texts = default_background() if background is None else background
+    tokens = texts if isinstance(texts, Tensor) else cut(texts, encode, window)[:windows]
     batches = sample_batches(model, tokens)
-    ((_, _, added),) = activations(model, [number_of[act]], batches[:1])
-    assert added is not None
     layer = APNConfig(
         num_patches=patches, top_k=1, rank=1, temperature=TEMPERATURE, radius=CLOSED, whiten=True
     )
@@ -98,11 +97,21 @@ def teachable(
         name=NAME,
     )
     (apn,) = net.apn_layers().values()
-    unit = added.norm(dim=-1).median().item()
     halves = Halves(net, NAME)
-    try:
+
+    def measure() -> tuple[Calibration, float]:
+        with net.using(None):
+            ((_, _, added),) = activations(model, [number_of[act]], batches[:1])
+        assert added is not None
         seen = torch.cat([halves.read(batch) for batch in batches])
-        calibration = Calibration.fit(seen, dim=apn.dim)
+        return Calibration.fit(seen, dim=apn.dim), added.norm(dim=-1).median().item()
+
+    try:
+        if background is None:
+            settings = {"read_from": read, "read_attention": [*read_attention], "act_at": act}
+            calibration, unit = calibrated(model, tokens, settings, measure)
+        else:
+            calibration, unit = measure()
     except BaseException:
         net.unload()  # the model is as it was
         raise
