@@ -30,8 +30,8 @@ from attractor.continual.config import GuardConfig, LearnConfig, UpdateConfig
 from attractor.continual.guarded import GuardedLearner
 from attractor.model import GPT
 from attractor.serve.decode.engine import Job
-from attractor.serve.effects import tensors_of
-from attractor.serve.rules import Rules
+from attractor.serve.learning.effects import tensors_of
+from attractor.serve.learning.rules import Rules
 from attractor.serve.service import Limits, Service
 from attractor.serve.store import database
 from attractor.tokenizer import ByteTokenizer

@@ -34,7 +34,7 @@ from crashes import SOURCES, TEXT, kills, learner, live_hash, serve
 from attractor.results import write_result
 from attractor.serve.decode.engine import Job
 from attractor.serve.errors import Busy
-from attractor.serve.rules import Rules
+from attractor.serve.learning.rules import Rules
 from attractor.serve.service import Limits, Service
 
 # --- times

@@ -293,7 +293,7 @@ def test_a_context_that_the_model_has_not(folder):
 def test_what_the_command_wrote_can_be_served(folder, text, tmp_path):
     from attractor.cli.serve import Serve
     from attractor.serve.decode.engine import Job
-    from attractor.serve.rules import Rules
+    from attractor.serve.learning.rules import Rules
     from attractor.serve.service import Service
 
     out = tmp_path / "out"

@@ -14,7 +14,7 @@ from served import FOX, LAW, hashes, serve
 
 from attractor.serve.decode.engine import Job
 from attractor.serve.errors import KeyReused, Refused, Unavailable
-from attractor.serve.rules import Rules
+from attractor.serve.learning.rules import Rules
 from attractor.serve.service import Limits, Service
 from attractor.serve.store import State, verify
 
@@ -197,7 +197,7 @@ def test_what_cannot_be_rebuilt_is_not_rolled_back(tmp_path: Path, monkeypatch: 
         service.learn([FOX], "fox")
         before = hashes(service)
         with monkeypatch.context() as patch:
-            patch.setattr("attractor.serve.teacher.fill", broken)
+            patch.setattr("attractor.serve.learning.guarded.fill", broken)
             with pytest.raises(MemoryError):
                 service.rollback(1)
         assert (service.version, service.store.last, hashes(service)) == (2, 2, before)

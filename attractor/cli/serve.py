@@ -15,7 +15,7 @@ import tyro
 from attractor.cli.common import Device, known_tokens, otherwise, run_folder, validation_text
 from attractor.continual.config import AlsoName, AttentionName, GuardConfig, LearnConfig, UpdateConfig
 from attractor.continual.guarded import GuardedLearner
-from attractor.serve.rules import Rules
+from attractor.serve.learning.rules import Rules
 from attractor.serve.service import Limits, Service
 from attractor.serve.store import SyncName
 
@@ -159,9 +159,10 @@ class Serve:
 def store_overlays(learner: GuardedLearner, folder: Path) -> None:
     """Give a new store the overlays that a learner came with, each as a source with one lesson."""
     from attractor.continual.delta import Delta
-    from attractor.serve.effects import fields_of, tensors_of
+    from attractor.serve.learning.effects import fields_of, tensors_of
+    from attractor.serve.learning.guarded import identity
+    from attractor.serve.learning.teacher import now
     from attractor.serve.store import Store
-    from attractor.serve.teacher import identity, now
 
     start = tensors_of(learner.new_source())
     with Store.open(folder, identity=identity(learner)) as store:
