@@ -298,8 +298,8 @@ def test_what_the_command_wrote_can_be_served(folder, text, tmp_path):
 
     out = tmp_path / "out"
     assert cli.main(["retrofit", str(folder), "--data", str(text), "--out", str(out), *OPTIONS]) == 0
-    serve = Serve(run_folder=out, context=16, device="cpu", rules=Rules(canary_tokens=16))
-    learner = serve._learner()
+    serve = Serve(model=str(out), context=16, device="cpu", rules=Rules(canary_tokens=16))
+    learner = serve._learner(serve._load())
     assert serve._canaries(learner) == {}
     with Service.open(learner, tmp_path / "data", rules=serve.rules) as service:
         assert service.learn(["to be or not to be, that is the question"], "play")["version"] == 1

@@ -28,6 +28,7 @@ from attractor.continual.lessons import Lessons
 from attractor.serve.decode.engine import Engine, Job, Pin
 from attractor.serve.decode.stream import Stream
 from attractor.serve.errors import Busy, Unavailable
+from attractor.serve.learning.catalogue import searched
 from attractor.serve.learning.guarded import GuardedTeacher, identity
 from attractor.serve.learning.rules import SELF, Canaries, Rules, self_canary
 from attractor.serve.learning.teacher import Teacher
@@ -240,6 +241,17 @@ class Service:
         """The newest first."""
         shown = self.version + 1
         return self.store.history(limit, shown if before is None else min(before, shown))
+
+    def lessons(self, **which: Any) -> list[dict[str, Any]]:
+        """What is told of lessons, the newest first: see `attractor.serve.learning.catalogue.searched`."""
+        return searched(self.teacher.catalogue.shown, **which)
+
+    def lesson(self, number: int) -> dict[str, Any] | None:
+        return self.teacher.catalogue.shown.get(number)
+
+    def export_lessons(self, numbers: Sequence[int] | None = None) -> bytes:
+        """A file with lessons, for a server with the same base."""
+        return self.teacher.export_lessons(numbers)
 
     def overlays(self) -> dict[str, dict[str, Any]]:
         return self.teacher.told["overlays"]

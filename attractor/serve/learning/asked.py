@@ -40,6 +40,8 @@ def asked(forms: Sequence[Form], subject: str | None = None) -> Asked:
                 f"by {answer[:40]!r}"
             )
     found = shared_subject(pairs) if subject is None else check_subject(subject, pairs)
+    if not any("".join(pair).partition(found)[2].strip() for pair in pairs):
+        raise ValueError(f"nothing follows the subject, {found[:80]!r}, in any form: say something about it")
     return Asked(pairs, found)
 
 

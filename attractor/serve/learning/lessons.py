@@ -83,7 +83,7 @@ class LessonTeacher(Teacher):
         context: int | None = None,
     ) -> None:
         super().__init__(store)
-        self.lessons, self.rules, self.catalogue = lessons, rules, Catalogue()
+        self.lessons, self.rules = lessons, rules
         self.progressive: deque[dict[str, Any]] = deque(maxlen=RECENT)
         if store.last == 0:
             self._begin_store()
@@ -200,7 +200,6 @@ class LessonTeacher(Teacher):
     # --- files
 
     def export_lessons(self, numbers: Sequence[int] | None = None) -> bytes:
-        """A file with these lessons, or with all of them. Any thread may ask for it."""
         state = self.store.state_at(self.version)
         chosen = sorted(state.lessons if numbers is None else numbers)
         if missing := [number for number in chosen if number not in state.lessons]:

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from attractor.serve.decode.sequences import Publication
 from attractor.serve.errors import StoreDamaged, Unavailable
+from attractor.serve.learning.catalogue import Catalogue
 from attractor.serve.store import Change, Store
 
 log = logging.getLogger("attractor")
@@ -38,6 +39,7 @@ class Teacher:
 
     def __init__(self, store: Store) -> None:
         self.store = store
+        self.catalogue = Catalogue()  # of lessons that can be told apart
         self.publish: Callable[[Publication], None] = lambda publication: None
 
     @property
@@ -71,6 +73,10 @@ class Teacher:
     ) -> dict[str, Any]:
         """Take away all that a source taught. A rollback brings it back, unless it is erased."""
         raise NotImplementedError
+
+    def export_lessons(self, numbers: Sequence[int] | None = None) -> bytes:
+        """A file with these lessons, or with all of them. Any thread may ask for it."""
+        raise LookupError("this server learns texts, which cannot be told apart any more")
 
     def rollback(self, version: int, key: str | None = None, sender: str | None = None) -> dict[str, Any]:
         """Everything as it was at a version, to the bit, but for what was erased since."""
