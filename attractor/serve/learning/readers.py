@@ -21,11 +21,16 @@ from attractor.hf.causal import CausalConfig, CausalLM
 from attractor.hf.teachable import NAME
 from attractor.layer import APN, PATCH_ROLES, ROLES
 from attractor.serve.decode.touches import Found
+from attractor.serve.learning.canaries import CLOSE
 from attractor.serve.learning.effects import reading_copy
 
 
 class ReadingLayer(APN):
-    """The layer of lessons for readers: it says which patches acted, and rows may have radii of their own."""
+    """The layer of lessons for readers: it says which patches acted, and rows may have radii of their own.
+
+    Prototypes are unit vectors. Hardly any token lies in a basin. So one product of matrices tells first
+    which do, and their patches are all that the rest of the mathematics sees.
+    """
 
     radii: Tensor | None = None  # (B, K) where the rows of a pass are of different versions
     indices: Tensor  # (n) of the last pass, -1 where no patch acted
@@ -33,31 +38,45 @@ class ReadingLayer(APN):
 
     def forward(self, x: Tensor, *, return_stats: bool = False) -> Any:
         tokens = self._prepare(x)
-        radius, more = self.radius, dict[str, Any](backend=self.backend)
+        assert self.radius is not None
+        radius = self.radius
         if self.radii is not None:  # as every token of its row has it
             radius = self.radii.repeat_interleave(len(tokens) // len(self.radii), 0)
-            more = {"backend": "reference", "select": deepest}
-        output = ops.apn(
+        exact = ops.routing_precision(tokens)
+        keys = ops.unit(exact.masked_fill(~ops.finite_rows(exact), 0))
+        depth, patch = (keys @ self.prototypes.T - radius).max(1)
+        inside = (depth > -CLOSE).nonzero()[:, 0]
+        update = tokens.new_zeros(len(tokens), self.dim)
+        self.indices = torch.full_like(patch, -1)
+        self.weights = torch.zeros_like(depth)
+        if len(inside):
+            near = patch[inside].unique()
+            edges = radius[near] if self.radii is None else radius[inside][:, near]
+            output = self._among(tokens[inside], near, edges)
+            acted, found = output.indices[:, 0] >= 0, output.indices[:, 0].clamp(min=0)
+            self.indices[inside] = near[found.long()].masked_fill(~acted, -1)
+            self.weights[inside] = output.weights[:, 0].to(self.weights)
+            update[inside] = output.update
+        return update.reshape(*x.shape[:-1], self.dim)
+
+    def _among(self, tokens: Tensor, near: Tensor, radius: Tensor) -> ops.APNOutput:
+        """What the layer does with tokens if it has these patches alone."""
+        assert self.decoder is not None
+        assert self.gate_slope is not None
+        return ops.apn(
             tokens,
-            self.prototypes,
+            self.prototypes[near],
             self.encoder,
-            self.gate_slope,
-            self.gate_bias,
-            self.decoder,
+            self.gate_slope[near],
+            self.gate_bias[near],
+            self.decoder[near],
             top_k=1,
             temperature=self.config.temperature,
             scale=self.config.scale,
             routing=self.config.routing,
             radius_K=radius,
-            **more,
+            backend="reference",
         )
-        self.indices, self.weights = output.indices[:, 0], output.weights[:, 0]
-        return output.update.reshape(*x.shape[:-1], self.dim)
-
-
-def deepest(margins: Tensor, top_k: int) -> Tensor:
-    """The patch that each token is deepest in; of several, the first one."""
-    return margins.argmax(-1, keepdim=True)
 
 
 class Bank:
@@ -65,7 +84,7 @@ class Bank:
 
     def __init__(self, layer: APN, owners: Sequence[int]) -> None:
         self.rows = {
-            name: nn.Parameter(value.detach().clone(), requires_grad=False)
+            name: nn.Parameter(reading_rows(name, value).clone(), requires_grad=False)
             for name, value in layer.named_parameters()
             if ROLES[name] in PATCH_ROLES
         }
@@ -82,9 +101,14 @@ class Bank:
     def take(self, layer: APN, owners: Sequence[int], patches: Sequence[int]) -> None:
         own = dict(layer.named_parameters())
         for name, value in self.rows.items():
-            value[list(patches)] = own[name][list(patches)]
+            value[list(patches)] = reading_rows(name, own[name][list(patches)])
         for patch in patches:
             self.owners[patch] = owners[patch]
+
+
+def reading_rows(name: str, rows: Tensor) -> Tensor:
+    """Rows of a bank as readers have them: directions are all that counts of prototypes."""
+    return ops.unit(rows.detach()) if name == "prototypes" else rows.detach()
 
 
 class Readers:
