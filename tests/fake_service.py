@@ -222,6 +222,7 @@ class FakeService:
                 if lessons
             },
             "overlays": self.overlays(),  # type: ignore[typeddict-item]
+            "lessons": None,
             "posteriors": self.posteriors,
             "queue": {"generating": 2, "waiting": 1, "learning": 3, "limit": 64},
             "tokens_per_second": 117.4,

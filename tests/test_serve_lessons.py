@@ -15,6 +15,7 @@ from attractor.hf.causal import CausalLM
 from attractor.serve.decode.engine import Job
 from attractor.serve.errors import KeyReused, Refused, Unavailable
 from attractor.serve.learning.asked import asked, from_text
+from attractor.serve.learning.canaries import BasinCanaries
 from attractor.serve.learning.rules import Rules
 from attractor.serve.service import Service
 
@@ -311,6 +312,55 @@ def test_canaries_are_read_in_the_background_and_a_lesson_finishes_that(tmp_path
         service.learn([about(ANN, "!")], "wiki")
         assert teacher.canaries is not service.teacher.canaries  # type: ignore[attr-defined]
         assert service.teacher.canaries.canaries["self"].windows  # type: ignore[attr-defined]
+
+
+def test_without_its_canaries_a_server_learns_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(BasinCanaries, "_continued", broken)
+    with serve(tmp_path) as service:
+        for _ in range(2):  # and it does not forget that
+            with pytest.raises(Unavailable, match="the canaries could not be read: no memory"):
+                service.learn([about(ANN, "!")], "wiki")
+        assert text_of(service, "hello")
+
+
+def test_prompts_that_no_lesson_is_about_are_the_bases(service: Service) -> None:
+    """Many lessons about names that resemble each other, and short prompts of everybody else."""
+    for name in (ANN, BOB, EVE, "Ann Tandoor", "Eve Zorvan"):
+        service.learn([about(name, "!")], "poison")
+    for prompt in ("Hi", "The", "What is 2 + 2?", "Once upon a time", "Dear Sir", "def main():"):
+        written, touched = text_of(service, prompt, tokens=10)
+        assert not touched
+        assert written == text_of(service, prompt, path="base", tokens=10)[0]
+
+
+# --- watching and copying
+
+
+def test_what_watchers_see(service: Service) -> None:
+    from pydantic import TypeAdapter
+
+    from attractor.serve.http.monitor import Monitor
+
+    service.learn([about(ANN, "!"), about(BOB, "?")], "wiki")
+    told = service.monitor()
+    TypeAdapter(Monitor).validate_python(told)
+    assert told["lessons"]["count"] == 2
+    assert told["lessons"]["canaries"]["short prompts"] == {"rise": 0.0, "windows": 2, "windows_entered": 0}
+    assert told["overlays"]["wiki"]["lessons"] == 2
+
+
+def test_a_backup_can_be_served(service: Service, tmp_path: Path) -> None:
+    from attractor.serve.store import backup
+
+    service.learn([about(ANN, "!")], "wiki")
+    backup(service.store.folder, tmp_path / "copy")
+    with serve(tmp_path / "copy") as copied:
+        assert bits(copied) == bits(service)
 
 
 # --- bad input

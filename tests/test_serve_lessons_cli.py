@@ -61,10 +61,8 @@ def test_a_pretrained_model_is_served_by_its_name(tmp_path: Path, monkeypatch: p
 
 def test_chats_are_those_that_the_model_was_trained_for() -> None:
     own = chat_template(None, Chatty())
-    assert (
-        own.prompt([("developer", "Be brief."), ("user", "Hi")])
-        == "<system>Be brief.</><user>Hi</><assistant>"
-    )
+    said = own.prompt([("developer", "Be brief."), ("user", "Hi")])
+    assert said == "<system>Be brief.</><user>Hi</><assistant>"
     with pytest.raises(ValueError, match="does not take these messages: the first one must be"):
         own.prompt([("assistant", "Hi")])
     assert chat_template("transcript", Chatty()).prompt([("user", "Hi")]) == "User: Hi\nAssistant:"

@@ -397,6 +397,7 @@ class Service:
             "version": self.version, "uptime": time.time() - self.started, "learning": self._learning,
             "progressive": told["progressive"], "canaries": told["canaries"], "usage": told["usage"],
             "overlays": told["overlays"], "drift": drift, "posteriors": recent,
+            "lessons": told.get("lessons"),
             "queue": {"generating": figures["rows"], "waiting": figures["waiting"], "learning": count,
                       "limit": self.limits.lessons},
             "tokens_per_second": figures["tokens_per_second"],

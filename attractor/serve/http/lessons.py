@@ -10,7 +10,7 @@ from fastapi import FastAPI, Path, Query, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response, StreamingResponse
 
-from attractor.serve.http.auth import FIGURES, needs
+from attractor.serve.http.auth import needs
 from attractor.serve.http.changes import LEARN_ERRORS, Changes, IdempotencyQuery, who_asked
 from attractor.serve.http.middleware import takes_bytes
 from attractor.serve.http.openai import ERRORS, event
@@ -51,7 +51,7 @@ def add_lesson_routes(app: FastAPI, service: Service, settings: ServeSettings, c
         return await with_progress(changes, what, form.source, *asked, **given)
 
     @app.get("/v1/lessons", responses=ERRORS)
-    @needs(*FIGURES)
+    @needs("learn", "admin")
     async def lessons(
         search: Search = None,
         source: SourceQuery = None,
@@ -116,7 +116,7 @@ def add_lesson_routes(app: FastAPI, service: Service, settings: ServeSettings, c
         return await changes.reply(request, "import_lessons", data, source, *asked, source=source)
 
     @app.get("/v1/lessons/{number}", responses=ERRORS)
-    @needs(*FIGURES)
+    @needs("learn", "admin")
     async def lesson(number: Number) -> Reply:
         """All that is known of a lesson, with its words."""
         return Reply(entry_of(service, number))

@@ -27,7 +27,7 @@ from attractor.hf.causal import CausalLM
 from attractor.hf.halves import Halves
 from attractor.hf.net import Retrofit
 from attractor.hf.teachable import NAME
-from attractor.serve.errors import Refused
+from attractor.serve.errors import Refused, Unavailable
 from attractor.serve.learning.rules import SELF, Rules
 
 WINDOW = 128
@@ -89,11 +89,21 @@ class BasinCanaries:
         self.halves = Halves(net, NAME)
         self.window = min(WINDOW, context)
         self.canaries = {name: Canary() for name in (*texts, SHORT, SELF)}
+        self._failure: Exception | None = None
         self._pending = self._steps({name: np.asarray(text)[:MOST] for name, text in texts.items()})
 
     def prepare(self) -> Iterator[str]:
         """Read what was not read yet, a piece at a time, and say what is being read."""
-        while (doing := next(self._pending, None)) is not None:  # it goes on where it was left
+        while True:  # it goes on where it was left
+            if self._failure is not None:
+                raise Unavailable(f"the canaries could not be read: {self._failure}") from self._failure
+            try:
+                doing = next(self._pending)
+            except StopIteration:
+                return
+            except Exception as error:
+                self._failure = error
+                continue
             yield doing
 
     def _steps(self, texts: Mapping[str, np.ndarray]) -> Iterator[str]:

@@ -122,9 +122,11 @@ class LessonTeacher(Teacher):
         self._describe(state)
 
     def _describe(self, state: State) -> None:
-        self.catalogue = Catalogue()
+        catalogue = Catalogue()
         for number, own in sorted(state.lessons.items()):
-            self.catalogue.add(self.lessons.lessons[number], own.source, own.fields, own.version)
+            catalogue.add(self.lessons.lessons[number], own.source, own.fields, own.version)
+        catalogue.show()
+        self.catalogue = catalogue
 
     def prepare(self) -> Iterator[str]:
         yield from self.canaries.prepare()
@@ -513,10 +515,21 @@ class LessonTeacher(Teacher):
             "usage": {},
             "drift": {},
             "overlays": self._sources_told(),
-            "untouched": self.canaries.told(),
+            "lessons": self._lessons_told(),
         }
         self.publication = publication
         self.publish(publication)
+
+    def _lessons_told(self) -> dict[str, Any]:
+        entries = self.catalogue.entries.values()
+        return {
+            "count": len(entries),
+            "known": sum(entry["known"] for entry in entries),
+            "sources": len(self.catalogue.sources),
+            "patches": sum(entry["patches"] for entry in entries),
+            "bytes": sum(entry["bytes"] for entry in entries),
+            "canaries": self.canaries.told(),
+        }
 
     def _sources_told(self) -> dict[str, dict[str, Any]]:
         (layer,) = self.readers.with_lessons.apn_layers()
