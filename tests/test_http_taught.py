@@ -80,15 +80,23 @@ def test_from_teaching_to_taking_back(client: TestClient) -> None:
     assert client.get("/v1/lessons/9").status_code == 404
     assert client.get("/v1/versions").json()["data"][0]["lesson"] == 2
 
-    revised = client.put("/v1/lessons/0", json={"forms": says(ANN, "?")["forms"]})
+    revision = {"forms": says(ANN, "?")["forms"], "idempotency_key": "k2"}
+    revised = client.put("/v1/lessons/0", json=revision)
     assert revised.json()["lessons"][-1]["revises"] == 0
+    assert client.put("/v1/lessons/0", json=revision).json()["repeated"]
+    assert client.put("/v1/lessons/0", json=revision | {"idempotency_key": "k3"}).status_code == 404
+    other = client.put("/v1/lessons/3", json={"text": f"I met {BOB}!", "subject": BOB})
+    assert (other.status_code, "is about" in other.text) == (422, True)
     assert completion(client, f"I met {ANN}").json()["choices"][0]["text"][0] == "?"
     assert client.delete("/v1/lessons/1").json()["lessons"] == [1]
     gone = client.delete("/v1/lessons/1")
     assert (gone.status_code, gone.json()["error"]["code"]) == (404, "unknown_lesson")
     assert client.delete("/v1/lessons").status_code == 422
-    later = client.delete("/v1/lessons", params={"after": one["at"], "source": "news", "erase": True})
+    which = {"after": one["at"], "source": "news", "erase": True, "idempotency_key": "k4"}
+    later = client.delete("/v1/lessons", params=which)
     assert (later.json()["lessons"], later.json()["erased"]) == ([2], True)
+    assert client.delete("/v1/lessons", params=which).json()["repeated"]
+    assert client.delete("/v1/lessons", params=which | {"idempotency_key": "k5"}).status_code == 404
     assert client.delete("/v1/sources/wiki").json()["lessons"] == [3]
     assert client.get("/v1/lessons").json()["data"] == []
     client.post("/v1/rollback", json={"version": 2})

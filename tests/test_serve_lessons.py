@@ -14,12 +14,13 @@ from attractor.generate import generate
 from attractor.hf.causal import CausalLM
 from attractor.serve.decode.engine import Job
 from attractor.serve.errors import KeyReused, Refused, Unavailable
-from attractor.serve.learning.asked import asked, from_text
+from attractor.serve.learning.asked import Said, asked, from_text
 from attractor.serve.learning.canaries import BasinCanaries
 from attractor.serve.learning.rules import Rules
 from attractor.serve.service import Service
 
 ANN, BOB, EVE = "Ann Zorvan", "Bob Quillbeam", "Eve Tandoor"
+REVISION = Said(forms=[f"I met {ANN}?", f"Yesterday we saw {ANN}?"])
 
 
 @pytest.fixture(autouse=True)
@@ -204,7 +205,7 @@ def test_a_lesson_that_stood_in_the_place_of_another_is_learned_again(service: S
 
 def test_revising_a_lesson(service: Service) -> None:
     service.learn([about(ANN, "!"), about(BOB, "?")], "wiki")
-    answer = service.begin("revise", 0, about(ANN, "?")).result()
+    answer = service.begin("revise", 0, REVISION).result()
     assert answer["lessons"][-1]["revises"] == 0
     assert answer["source"] == "wiki"
     assert text_of(service, f"I met {ANN}")[0][0][0] == ord("?")
@@ -265,7 +266,7 @@ def test_what_cannot_be_made_durable_changes_nothing(
             lambda: service.learn([about(BOB, "?")], "wiki"),
             lambda: service.forget("wiki"),
             lambda: service.forget_lessons([1]),
-            lambda: service.begin("revise", 0, about(ANN, "?")).result(),
+            lambda: service.begin("revise", 0, REVISION).result(),
             lambda: service.rollback(1),
         ):
             with pytest.raises(Unavailable, match="No space left"):
@@ -437,6 +438,13 @@ def test_readers_go_on_while_lessons_are_taught(service: Service) -> None:
     for reader in readers:
         reader.join()
     assert not failures
+
+
+def test_a_lesson_pauses_between_its_passes_while_texts_are_written(service: Service) -> None:
+    pauses: list[float] = []
+    service._let_readers_go_on = pauses.append  # type: ignore[method-assign]
+    passes = service.learn([about(ANN, "!")], "wiki")["lessons"][0]["passes"]
+    assert len(pauses) >= passes
 
 
 # --- files

@@ -42,7 +42,7 @@ log = logging.getLogger("attractor")
 
 READ_AGAIN = 64 << 20
 """Bytes of records that a start may read again: where there are more, a snapshot is written at the end."""
-Verb = Literal["learn", "revise", "import_lessons", "rollback", "forget", "forget_lessons"]
+Verb = Literal["learn", "revise", "import_lessons", "rollback", "forget", "forget_lessons", "forget_where"]
 TEACHING = ("learn", "revise", "import_lessons")
 """These wait as lessons do; the others have places of their own."""
 
@@ -144,13 +144,16 @@ class Service:
         self._failure: str | None = None  # of the last write
         self._snapshots: threading.Thread | None = None
         self._preparing: str | None = None  # what is being done before the first lesson
+        self._all_cores, self._some_cores = torch.get_num_threads(), share_of_cores()
+        self._working_since = 0.0  # when the writer last paused
         self.engine = Engine(
             self.teacher.publication,
             max_rows=limits.rows,
             max_waiting=limits.waiting,
-            threads=share_of_cores(),
+            threads=self._some_cores,
         )
         self.teacher.publish = self.engine.publish
+        self.teacher.breathe = self._breathe
         self._writer = threading.Thread(target=self._write, name="writer", daemon=True)
         self._writer.start()
 
@@ -320,7 +323,8 @@ class Service:
         return done
 
     def _write(self) -> None:
-        torch.set_num_threads(share_of_cores())
+        self._working_since = time.monotonic()
+        self._breathe()
         if self._learning:
             self._prepare()
         while (action := (call := self._calls.get()).action) is not None:
@@ -329,7 +333,7 @@ class Service:
                 with self._lock:
                     self._places[call.kind] -= 1
                 continue
-            started = time.monotonic()
+            self._working_since = started = time.monotonic()
             try:
                 if self._closed:
                     raise Unavailable("the server is closing")
@@ -346,7 +350,7 @@ class Service:
             self.store.settle()
             if self.teacher.keeps_snapshots and self._since_snapshot >= self.limits.snapshot_every:
                 self._begin_snapshot()
-            self._readers_first(time.monotonic() - started)
+            self._breathe()
             with self._lock:
                 self._pace = 0.9 * self._pace + 0.1 * (time.monotonic() - started)
 
@@ -355,15 +359,26 @@ class Service:
         try:
             for doing in self.teacher.prepare():
                 self._preparing = doing
+                self._breathe()
                 if not self._calls.empty():
                     break
         except Exception:  # the first lesson will say so
             log.exception("what comes before the first lesson failed")
         self._preparing = None
 
-    def _readers_first(self, spent: float) -> None:
-        """While texts are being written, lessons take their share. Whoever asked has the answer already."""
+    def _breathe(self) -> None:
+        """A pause of the writer, after a lesson or between its passes.
+
+        While texts are being written, lessons take their share of the time, and half of the cores.
+        """
+        spent = time.monotonic() - self._working_since
         until = time.monotonic() + spent * (1 - self.limits.learning_share) / self.limits.learning_share
+        self._let_readers_go_on(until)
+        is_alone = self.engine.stats()["rows"] == 0
+        torch.set_num_threads(self._all_cores if is_alone else self._some_cores)  # of this thread alone
+        self._working_since = time.monotonic()
+
+    def _let_readers_go_on(self, until: float) -> None:
         while self.engine.stats()["rows"] and (left := until - time.monotonic()) > 0:
             if self._ending.wait(min(left, 0.02)):
                 return

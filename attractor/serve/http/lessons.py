@@ -82,13 +82,10 @@ def add_lesson_routes(app: FastAPI, service: Service, settings: ServeSettings, c
         """Forget the lessons of a source, of a time, or both: as of now, all that `GET` lists."""
         if source is None and after is None and before is None:
             raise Problem(422, "say which lessons: give 'source', 'after' or 'before'", param="source")
-        found = await to_thread.run_sync(
-            lambda: service.lessons(source=source, after=in_utc(after), before=in_utc(before))
-        )
-        numbers = [entry["lesson"] for entry in found]
+        which = {"source": source, "after": in_utc(after), "before": in_utc(before)}
         request.state.audit["erase"] = erase
         asked = who_asked(request, idempotency_key)
-        return await changes.reply(request, "forget_lessons", numbers, *asked, erase, source=source)
+        return await changes.reply(request, "forget_where", which, *asked, erase, source=source)
 
     @app.get("/v1/lessons/export", responses=ERRORS)
     @needs("admin")
@@ -119,21 +116,19 @@ def add_lesson_routes(app: FastAPI, service: Service, settings: ServeSettings, c
     @needs("learn", "admin")
     async def lesson(number: Number) -> Reply:
         """All that is known of a lesson, with its words."""
-        return Reply(entry_of(service, number))
+        entry = service.lesson(number)
+        if entry is None:
+            raise Problem(404, f"there is no lesson {number}", code="unknown_lesson")
+        return Reply(entry)
 
     @app.put("/v1/lessons/{number}", responses=LEARN_ERRORS)
     @needs("learn")
     async def revise(form: LessonForm, number: Number, request: Request) -> Reply:
         """Teach another lesson about the same subject in the place of this one."""
-        entry = entry_of(service, number)
-        subject = entry["subject"] if form.subject is None else form.subject
-        if subject != entry["subject"]:
-            message = f"lesson {number} is about {entry['subject']!r}: teach another one about {subject!r}"
-            raise Problem(422, message, param="subject")
-        named = form.model_copy(update={"subject": subject})
-        (what,) = await run_in_threadpool(read_lessons, [named], settings)
+        check_count("forms", len(form.forms or ()), settings)
+        request.state.audit["lesson"] = number
         asked = who_asked(request, form.idempotency_key)
-        return await changes.reply(request, "revise", number, what, *asked, source=entry["source"])
+        return await changes.reply(request, "revise", number, form.said, *asked)
 
     @app.delete("/v1/lessons/{number}", responses=LEARN_ERRORS)
     @needs("admin")
@@ -144,13 +139,6 @@ def add_lesson_routes(app: FastAPI, service: Service, settings: ServeSettings, c
         request.state.audit |= {"lesson": number, "erase": erase}
         asked = who_asked(request, idempotency_key)
         return await changes.reply(request, "forget_lessons", [number], *asked, erase)
-
-
-def entry_of(service: Service, number: int) -> dict[str, Any]:
-    entry = service.lesson(number)
-    if entry is None:
-        raise Problem(404, f"there is no lesson {number}", code="unknown_lesson")
-    return entry
 
 
 def without_words(entry: dict[str, Any]) -> dict[str, Any]:
@@ -168,16 +156,19 @@ def in_utc(time: datetime | None) -> str | None:
 
 def read_lessons(forms: Sequence[LessonForm], settings: ServeSettings) -> list[Asked]:
     """What is asked for, or the reason why it makes no sense."""
-    most = settings.max_texts
-    if (count := max(len(forms), sum(len(form.forms or ()) for form in forms))) > most:
-        raise Problem(422, f"{count} lessons or forms; at most {most}: teach it in pieces", param="forms")
+    check_count("forms", max(len(forms), sum(len(form.forms or ()) for form in forms)), settings)
     try:
-        what = [form.asked() for form in forms]
+        what = [form.said.asked() for form in forms]
     except ValueError as error:
         raise Problem(422, str(error), param="forms") from error
-    if (count := sum(len(each.forms) for each in what)) > most:
-        raise Problem(422, f"{count} sentences; at most {most}: teach it in pieces", param="text")
+    check_count("text", sum(len(each.forms) for each in what), settings)
     return what
+
+
+def check_count(param: str, count: int, settings: ServeSettings) -> None:
+    if count > settings.max_texts:
+        message = f"{count} lessons or sentences; at most {settings.max_texts}: teach it in pieces"
+        raise Problem(422, message, param=param)
 
 
 async def with_progress(changes: Changes, *given: Any, **options: Any) -> Response:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from attractor.serve.http.replies import Problem
-from attractor.serve.learning.asked import Asked, asked, from_text
+from attractor.serve.learning.asked import Said
 
 MOST_FIELDS = 64
 SOURCE = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
@@ -196,11 +196,10 @@ class LessonForm(Form):
     )
     idempotency_key: IdempotencyKey | None = None
 
-    def asked(self) -> Asked:
-        """What the lesson says, or a ValueError that tells what is wrong with it."""
-        if self.forms is None:
-            return from_text(self.text or "", self.subject)
-        return asked([pair_of(form) for form in self.forms], self.subject)
+    @property
+    def said(self) -> Said:
+        forms = None if self.forms is None else [pair_of(form) for form in self.forms]
+        return Said(self.text, forms, self.subject)
 
     @model_validator(mode="after")
     def says_something(self) -> "LessonForm":

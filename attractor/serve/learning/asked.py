@@ -24,6 +24,21 @@ class Asked(NamedTuple):
     """Sentences of a document that do not name the subject."""
 
 
+class Said(NamedTuple):
+    """A lesson as it was sent: a text, or forms; its subject may be known from elsewhere."""
+
+    text: str | None = None
+    forms: Sequence[Form] | None = None
+    subject: str | None = None
+
+    def asked(self) -> Asked:
+        return (
+            from_text(self.text or "", self.subject)
+            if self.forms is None
+            else asked(self.forms, self.subject)
+        )
+
+
 def asked(forms: Sequence[Form], subject: str | None = None) -> Asked:
     """A lesson in these forms, or a ValueError that says what is wrong with them.
 

@@ -39,9 +39,9 @@ from attractor.hf.teachable import NAME
 from attractor.lm import TrainableModel
 from attractor.serve.decode.sequences import Publication
 from attractor.serve.errors import Refused, StoreDamaged, Unavailable
-from attractor.serve.learning.asked import Asked
+from attractor.serve.learning.asked import Asked, Said
 from attractor.serve.learning.canaries import BasinCanaries, Verdict
-from attractor.serve.learning.catalogue import Catalogue, figures_of
+from attractor.serve.learning.catalogue import Catalogue, figures_of, searched
 from attractor.serve.learning.exchange import pack, unpack
 from attractor.serve.learning.readers import Readers
 from attractor.serve.learning.rules import Rules
@@ -167,18 +167,24 @@ class LessonTeacher(Teacher):
     def revise(
         self,
         number: int,
-        what: Asked,
+        said: Said,
         key: str | None = None,
         sender: str | None = None,
         *,
         report: Report = lambda told: None,
     ) -> dict[str, Any]:
         """Another lesson about the same subject in the place of one; if that fails, the lesson stays."""
-        asked = self._asked(key, sender, "revise", number, list(what))
+        asked = self._asked(key, sender, "revise", number, said)
         if (known := self._known(**asked)) is not None:
             return self._with_words(known)
-        self._check_lesson(number)
-        source = self.catalogue.entries[number]["source"]
+        if number not in self.lessons.lessons:
+            raise LookupError(f"there is no lesson {number}")
+        source, subject = (self.catalogue.entries[number][name] for name in ("source", "subject"))
+        if said.subject not in (None, subject):
+            raise ValueError(
+                f"lesson {number} is about {subject!r}: teach another one about {said.subject!r}"
+            )
+        what = said._replace(subject=subject).asked()
         (tokens,) = self._count_tokens([what], source)
         self._finish_preparing(report)
         later = self._later([number])
@@ -298,11 +304,30 @@ class LessonTeacher(Teacher):
         for number in numbers:
             if number not in self.lessons.lessons and not (erase and self.store.source_of(number)):
                 raise LookupError(f"there is no lesson {number}")
-        drops = [
+        return self._forget(numbers, self._drops(numbers, kind), asked, {"erased": erase})
+
+    def forget_where(
+        self,
+        which: dict[str, str | None],
+        key: str | None = None,
+        sender: str | None = None,
+        erase: bool = False,
+    ) -> dict[str, Any]:
+        """Take back the lessons of a source or of a time that are there now: see `searched`."""
+        kind = "erase" if erase else "drop"
+        asked = self._asked(key, sender, kind, which)
+        if (known := self._known(**asked)) is not None:
+            return known
+        numbers = sorted(entry["lesson"] for entry in searched(self.catalogue.entries, **which))
+        if not numbers:
+            raise LookupError("there are no such lessons")
+        return self._forget(numbers, self._drops(numbers, kind), asked, {"erased": erase})
+
+    def _drops(self, numbers: Sequence[int], kind: str) -> list[Change]:
+        return [
             Change(kind=kind, answer={}, source=self.store.source_of(number), target=number)
             for number in sorted(numbers)
         ]
-        return self._forget(numbers, drops, asked, {"erased": erase})
 
     def _forget(
         self, numbers: Sequence[int], drops: Sequence[Change], asked: dict[str, Any], answer: dict[str, Any]
@@ -384,6 +409,7 @@ class LessonTeacher(Teacher):
 
             def tell(passes: int, right: float, about: dict[str, Any] = about) -> None:
                 report({**about, "passes": passes, "share_predicted": right})
+                self.breathe()
 
             learned = self.lessons.learn_many(
                 [each.forms for each in batch], subjects=[each.subject for each in batch], report=tell
@@ -461,10 +487,6 @@ class LessonTeacher(Teacher):
             if lesson.number not in going and going.intersection(lesson.overrides)
         ]
 
-    def _check_lesson(self, number: int) -> None:
-        if number not in self.lessons.lessons:
-            raise LookupError(f"there is no lesson {number}")
-
     def _count_tokens(self, what: Sequence[Asked], source: str) -> list[int]:
         """Of each lesson, if the rules allow them all."""
         if not what:
@@ -486,6 +508,7 @@ class LessonTeacher(Teacher):
     def _finish_preparing(self, report: Report) -> None:
         for doing in self.prepare():
             report({"state": "preparing", "doing": doing})
+            self.breathe()
 
     @property
     def _base_hash(self) -> str:

@@ -41,6 +41,7 @@ class Teacher:
         self.store = store
         self.catalogue = Catalogue()  # of lessons that can be told apart
         self.publish: Callable[[Publication], None] = lambda publication: None
+        self.breathe: Callable[[], None] = lambda: None  # is called between pieces of long work
 
     @property
     def version(self) -> int:
