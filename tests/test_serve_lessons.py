@@ -10,12 +10,15 @@ import pytest
 import torch
 from taught import about, bits, school, serve, text_of
 
+from attractor.continual.delta import Delta
+from attractor.continual.parts import deltas_of
 from attractor.generate import generate
 from attractor.hf.causal import CausalLM
 from attractor.serve.decode.engine import Job
 from attractor.serve.errors import KeyReused, Refused, Unavailable
 from attractor.serve.learning.asked import Said, asked, from_text
 from attractor.serve.learning.canaries import BasinCanaries
+from attractor.serve.learning.exchange import pack
 from attractor.serve.learning.rules import Rules
 from attractor.serve.service import Service
 
@@ -471,3 +474,16 @@ def test_lessons_go_to_another_server_with_the_same_base(service: Service, tmp_p
                 other.begin("import_lessons", wrong, "wiki").result()
     with pytest.raises(LookupError, match="there is no lesson 9"):
         teacher.export_lessons([9])
+
+
+def test_a_file_cannot_bring_basins_that_hold_everything(service: Service, tmp_path: Path) -> None:
+    service.learn([about(ANN, "!")], "wiki")
+    teacher: Any = service.teacher
+    (delta,) = deltas_of(teacher.lessons, [0]).values()
+    numbers, radius = delta.rows["radius"]
+    wide = Delta({**delta.rows, "radius": (numbers, radius * 0 + 0.01)}, delta.whole)
+    data = pack([wide], service.store.identity.split("/")[0], teacher.calibration_hash)
+    with serve(tmp_path / "other") as other:
+        with pytest.raises(ValueError, match="wider basins than lessons here may have"):
+            other.begin("import_lessons", data, "evil").result()
+        assert bits(other) == {}

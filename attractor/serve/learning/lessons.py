@@ -25,6 +25,7 @@ from attractor.continual.delta import Delta, copied
 from attractor.continual.guard import BASE
 from attractor.continual.lessons import Lesson, Lessons
 from attractor.continual.parts import (
+    check_fit,
     deltas_of,
     lesson_in,
     moved,
@@ -50,6 +51,8 @@ from attractor.serve.store import Change, State, Store
 
 WITH_LESSONS = "lessons"
 """The path of the model with its lessons; the other one is the base."""
+MORE = 0.1
+"""Lessons of a file may have radii so much below the least: those that take another's place have them."""
 Report = Callable[[dict[str, Any]], None]
 """Is called with what is being done."""
 
@@ -234,21 +237,20 @@ class LessonTeacher(Teacher):
         if (known := self._known(**asked)) is not None:
             return self._with_words(known)
         here = {entry["subject"].casefold() for entry in self.catalogue.entries.values()}
-        found = [(lesson_in(delta), delta) for delta in deltas]
-        gone = {old for lesson, _ in found for old in lesson.overrides}
-        found = [(lesson, delta) for lesson, delta in found if lesson.number not in gone]
+        lessons = {lesson.number: lesson for lesson in map(lesson_in, deltas)}
+        replaced = {old for lesson in lessons.values() for old in lesson.overrides}
+        what = {
+            number: Asked(lesson.forms + lesson.taken_in, lesson.subject)
+            for number, lesson in lessons.items()
+            if number not in replaced
+        }
+        self._count_tokens(list(what.values()), source)
         is_same = calibration == self.calibration_hash
-        as_they_are = [pair for pair in found if is_same and pair[0].subject.casefold() not in here]
-        again = [
-            Asked(lesson.forms + lesson.taken_in, lesson.subject)
-            for lesson, _ in found
-            if not is_same or lesson.subject.casefold() in here
-        ]
-        everything = [Asked(lesson.forms + lesson.taken_in, lesson.subject) for lesson, _ in found]
-        self._count_tokens(everything, source)
+        as_they_are = {n for n, each in what.items() if is_same and each.subject.casefold() not in here}
+        again = [each for number, each in what.items() if number not in as_they_are]
         self._finish_preparing(report)
         with self._all_or_nothing() as new:
-            self._put_in_anew(as_they_are, new)
+            self._put_in_anew([delta for delta in deltas if lesson_in(delta).number in as_they_are], new)
             self._teach(again, report, new)
             verdict = self._judge(new)
             kept = deltas_of(self.lessons, new)
@@ -261,14 +263,20 @@ class LessonTeacher(Teacher):
         self._learned(changes, verdict, answer)
         return self._with_words({**answer, "repeated": False, "now": self.version})
 
-    def _put_in_anew(self, found: Sequence[tuple[Lesson, Delta]], new: list[int]) -> None:
+    def _put_in_anew(self, deltas: Sequence[Delta], new: list[int]) -> None:
         """Lessons of another server under new numbers, in patches that are free here."""
+        widest = self.lessons.config.radius - MORE
         closed = [patch for patch, owner in enumerate(self.lessons.owners) if owner < 0]
         free = itertools.chain(closed, itertools.count(len(self.lessons.owners)))
         placed = []
-        for place, (lesson, delta) in enumerate(found):
-            count = len(delta.rows["radius"][0]) if "radius" in delta.rows else 0
-            patches = list(itertools.islice(free, count))
+        for place, delta in enumerate(deltas):
+            lesson = lesson_in(delta)
+            check_fit(self.lessons, delta)
+            if bool((delta.rows["radius"][1] < widest).any()):
+                raise ValueError(
+                    f"lesson {lesson.number} of the file has wider basins than lessons here may have"
+                )
+            patches = list(itertools.islice(free, len(delta.rows["radius"][0])))
             own = dataclasses.replace(lesson, number=self.lessons._next + place, overrides=())
             placed.append(moved(delta, patches, own))
             new.append(own.number)
@@ -493,8 +501,8 @@ class LessonTeacher(Teacher):
             raise ValueError("there is no lesson: give one or more")
         counts = [sum(len(self.lessons.encode("".join(form))) for form in each.forms) for each in what]
         tokens = sum(counts)
-        if tokens > self.rules.lesson_tokens:
-            raise ValueError(f"{tokens:,} tokens; a lesson may have {self.rules.lesson_tokens:,}")
+        if max(counts) > self.rules.lesson_tokens:
+            raise ValueError(f"{max(counts):,} tokens; a lesson may have {self.rules.lesson_tokens:,}")
         taught = self.catalogue.sources.get(source, {}).get("tokens", 0)
         if (most := self.rules.source_tokens) is not None and taught + tokens > most:
             raise Refused(
