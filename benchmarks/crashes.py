@@ -120,8 +120,8 @@ Row = tuple[int, str, str | None, int | None, str | None, bytes | None]
 class Texts:
     """A guarded model that learns texts, source by source."""
 
-    def __init__(self) -> None:
-        self.blank = blank(learner())
+    def __init__(self, model: GuardedLearner | None = None) -> None:
+        self.blank = blank(model or learner())
 
     def open(self, folder: Path) -> Service:
         return serve(folder)
@@ -153,8 +153,8 @@ class Texts:
 class Taught:
     """A pretrained model that is taught lessons, each by itself."""
 
-    def __init__(self) -> None:
-        self.school = tiny_school()
+    def __init__(self, school: Any = None) -> None:
+        self.school = school or tiny_school()
 
     def open(self, folder: Path) -> Service:
         rules = Rules(canary_tokens=4, canary_rise=1e9)

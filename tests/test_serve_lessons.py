@@ -1,5 +1,6 @@
 """A served model that is taught lessons: which of them answered, taking them back, restarts."""
 
+import contextlib
 import gc
 import threading
 from pathlib import Path
@@ -8,6 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from crashes import Taught, oracle
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from taught import about, bits, school, serve, text_of
 
 from attractor.continual.delta import Delta
@@ -285,6 +289,40 @@ def test_a_lesson_that_fails_in_the_middle_of_several_takes_none_along(service: 
         service.learn([about(ANN, "!"), about(EVE, "!"), about(ANN, "?"), long], "wiki")
     assert bits(service) == {}
     assert service.version == 1
+
+
+STEPS = ["ann", "bob", "ann again", "drop 0", "erase 1", "drop wiki", "erase news", "back", "restart"]
+
+
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=st.lists(st.sampled_from(STEPS), min_size=3, max_size=8))
+def test_whatever_happens_the_disk_tells_the_same(
+    tmp_path_factory: pytest.TempPathFactory, steps: list[str]
+) -> None:
+    """An oracle that reads only the records, with nothing of ours, finds every byte of every lesson."""
+    folder, kind = tmp_path_factory.mktemp("store"), Taught(school=school())
+    service = serve(folder)
+    lessons = {"ann": (ANN, "!", "wiki"), "bob": (BOB, "?", "news"), "ann again": (ANN, "?", "news")}
+    try:
+        for step in steps:
+            word, _, what = step.partition(" ")
+            if step in lessons:
+                name, answer, source = lessons[step]
+                service.learn([about(name, answer)], source)
+            elif step == "back":
+                service.rollback(service.version // 2)
+            elif step == "restart":
+                service.close()
+                service = serve(folder)
+            else:
+                with contextlib.suppress(LookupError):  # there may be nothing to forget
+                    if what.isdecimal():
+                        service.forget_lessons([int(what)], erase=word == "erase")
+                    else:
+                        service.forget(what, erase=word == "erase")
+        assert kind.live(service) == oracle(folder, kind)[0]
+    finally:
+        service.close()
 
 
 # --- canaries

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from crashes import blank, live_hash, oracle
+from crashes import Texts, live_hash, oracle
 from disk import Disk, needs_disk
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -74,7 +74,7 @@ def test_whatever_happens_the_disk_tells_the_same(tmp_path_factory, steps: list[
             elif step == "restart":
                 service.close()
                 service = serve(folder, limits=Limits(drain=0.5, keep_snapshots=50))
-        assert live_hash(service) == oracle(folder, blank(service.teacher.learner))[0]
+        assert live_hash(service) == oracle(folder, Texts(service.teacher.learner))[0]
     finally:
         service.close()
 
