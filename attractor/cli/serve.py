@@ -22,6 +22,8 @@ from attractor.serve.store import SyncName
 if TYPE_CHECKING:
     from attractor.front import Model
 
+WINDOW = 256
+"""Tokens of background text that a model reads at once, if it can read so many."""
 EXTRA = 'serving needs the extra "serve": pip install "attractor-patch-networks[serve]" ({})'
 
 
@@ -161,7 +163,10 @@ class Serve:
         if lessons is None:
             print("measuring what ordinary text looks like to the model ...", flush=True)
             encode = found.tokenizer.encode
-            net, lessons = teachable(net.unload(), encode, frames=frames_of(found.tokenizer))
+            options: dict[str, Any] = {"frames": frames_of(found.tokenizer)}
+            if found.model.config.context < WINDOW:
+                options["window"] = found.model.config.context
+            net, lessons = teachable(net.unload(), encode, **options)
         context = min(self.context or 2048, found.model.config.context)
         canaries = self._canaries(found.tokenizer, context)
         if not canaries:
