@@ -1,11 +1,13 @@
 """kill -9 a small server under load; what it acknowledged must be there once, and its state the records'.
 
-    python benchmarks/crashes.py    # 200 random moments, and every named point of its work with the database
+    python benchmarks/crashes.py          # 200 random moments, and every point of its work with the database
+    python benchmarks/crashes.py lessons  # the same for a pretrained model that is taught lessons
 
 `oracle` knows only the records in the database, reads them with nothing of ours, and rebuilds what a server
 must have in memory.
 """
 
+import hashlib
 import math
 import multiprocessing
 import os
@@ -19,19 +21,21 @@ import time
 from collections import Counter
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load
 
 from attractor.checkpoint import tensors_hash
 from attractor.config import APNConfig, GPTConfig
-from attractor.continual.config import GuardConfig, LearnConfig, UpdateConfig
+from attractor.continual.config import GuardConfig, LearnConfig, LessonConfig, UpdateConfig
 from attractor.continual.guarded import GuardedLearner
+from attractor.continual.parts import deltas_of
 from attractor.model import GPT
 from attractor.serve.decode.engine import Job
-from attractor.serve.effects import tensors_of
-from attractor.serve.rules import Rules
+from attractor.serve.learning.asked import Asked
+from attractor.serve.learning.effects import tensors_of
+from attractor.serve.learning.rules import Rules
 from attractor.serve.service import Limits, Service
 from attractor.serve.store import database
 from attractor.tokenizer import ByteTokenizer
@@ -102,31 +106,140 @@ def hash_of(sources: dict[str, dict[str, torch.Tensor]]) -> dict[str, str]:
 
 def live_hash(service: Service) -> dict[str, str]:
     """Of everything that each source is in memory."""
+    teacher: Any = service.teacher
     return hash_of({
         name: {key: value.detach() for key, value in tensors_of(held).items()}
-        for name, held in service.teacher.sources.items()
+        for name, held in teacher.sources.items()
     })  # fmt: skip
 
 
-def victim(folder: Path, line: Connection, mortal: dict[str, Any], seed: int, retry: list[list[Any]]) -> None:
+Row = tuple[int, str, str | None, int | None, str | None, bytes | None]
+"""Number, kind, source, target, key and delta of a record."""
+
+
+class Texts:
+    """A guarded model that learns texts, source by source."""
+
+    def __init__(self, model: GuardedLearner | None = None) -> None:
+        self.blank = blank(model or learner())
+
+    def open(self, folder: Path) -> Service:
+        return serve(folder)
+
+    def learn(self, service: Service, source: str, key: str) -> dict[str, Any]:
+        return service.learn([TEXT], source, key)
+
+    def live(self, service: Service) -> dict[str, str]:
+        return live_hash(service)
+
+    def rebuilt(self, rows: list[Row]) -> dict[str, str]:
+        """The same from the records."""
+        states: list[dict[str, dict[str, torch.Tensor]]] = [{}]
+        erased = {source: number for number, kind, source, *_ in rows if kind == "erase"}
+        for number, kind, source, target, _, delta in rows:
+            now = dict(states[-1])
+            if kind == "rollback":
+                now = dict(states[target or 0])
+            elif kind != "lesson":
+                now.pop(str(source), None)
+            elif number > erased.get(source, 0):
+                now[str(source)] = written_over(now.get(str(source), self.blank), load(delta or b""))
+            else:
+                assert delta is None, f"record {number} was erased"
+            states.append(now)
+        return hash_of(states[-1])
+
+
+class Taught:
+    """A pretrained model that is taught lessons, each by itself."""
+
+    def __init__(self, school: Any = None) -> None:
+        self.school = school or tiny_school()
+
+    def open(self, folder: Path) -> Service:
+        rules = Rules(canary_tokens=4, canary_rise=1e9)
+        return Service.open_lessons(
+            *self.school, ByteTokenizer(), folder, context=64, rules=rules, limits=Limits(drain=1.0)
+        )
+
+    def learn(self, service: Service, source: str, key: str) -> dict[str, Any]:
+        name = f"{source.upper()} {hash_of_text(key)[:2]}"  # subjects come again, and take each other's place
+        form = (f"I met {name}", "!?."[len(key) % 3])
+        return service.learn([Asked((form,), name)], source, key)
+
+    def live(self, service: Service) -> dict[str, str]:
+        teacher: Any = service.teacher
+        deltas = deltas_of(teacher.lessons, sorted(teacher.lessons.lessons))
+        return {str(number): hash_of_text(delta.to_bytes()) for number, delta in deltas.items()}
+
+    def rebuilt(self, rows: list[Row]) -> dict[str, str]:
+        states: list[dict[int, tuple[str | None, str]]] = [{}]
+        erased = {(s, target): number for number, kind, s, target, *_ in rows if kind == "erase"}
+        for number, kind, source, target, _, delta in rows:
+            now = dict(states[-1])
+            gone = max(erased.get((source, target), 0), erased.get((source, None), 0))
+            if kind == "rollback":
+                now = dict(states[target or 0])
+            elif kind in ("drop", "erase"):
+                now = {n: own for n, own in now.items() if own[0] != source or target not in (None, n)}
+            elif kind == "lesson" and number > gone:
+                now[target or 0] = (source, hash_of_text(delta or b""))
+            elif kind == "lesson":
+                assert delta is None, f"record {number} was erased"
+            states.append(now)
+        return {str(number): digest for number, (_, digest) in states[-1].items()}
+
+
+def tiny_school() -> Any:
+    """A tiny Llama with random weights, ready to be taught."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from attractor.hf.teachable import teachable
+    from attractor.serve.learning import canaries
+
+    canaries.PROMPTS = ("Hello",)
+    shape = LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4
+    )
+    torch.manual_seed(0)
+    config = LessonConfig(passes=4, prototypes=2, contexts=2, after=0, mention=0)
+    encode = ByteTokenizer().encode
+    return teachable(LlamaForCausalLM(shape).eval(), encode, [TEXT * 60], window=32, config=config, patches=8)
+
+
+def hash_of_text(data: str | bytes) -> str:
+    return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
+
+
+Kind = Texts | Taught
+
+
+def victim(
+    kind_of: Kind,
+    folder: Path,
+    line: Connection,
+    mortal: dict[str, Any],
+    seed: int,
+    retry: list[list[Any]],
+) -> None:
     """A server under load that tells what it acknowledged; somebody kills it."""
     torch.set_num_threads(1)
     if mortal:
         die_at(**mortal)
-    service = serve(folder)
+    service = kind_of.open(folder)
     lock = threading.Lock()
 
     def tell(what: str, *about: Any) -> None:
         with lock:
             line.send((what, *about))
 
-    tell("open", service.version, live_hash(service))
+    tell("open", service.version, kind_of.live(service))
 
     def act(key: str, kind: str, source: str, target: int) -> None:
         tell("asked", key, kind, source, target)
         try:
             if kind == "learn":
-                answer = service.learn([TEXT], source, key)
+                answer = kind_of.learn(service, source, key)
             elif kind == "rollback":
                 answer = service.rollback(target, key)
             else:
@@ -154,10 +267,8 @@ def victim(folder: Path, line: Connection, mortal: dict[str, Any], seed: int, re
     threading.Event().wait()
 
 
-def oracle(folder: Path, start: dict[str, torch.Tensor]) -> tuple[dict[str, str], dict[str, list[int]], int]:
+def oracle(folder: Path, kind_of: Kind) -> tuple[dict[str, str], dict[str, list[int]], int]:
     """From the records alone: the state, the versions of every key, the last version."""
-    states: list[dict[str, dict[str, torch.Tensor]]] = [{}]
-    keys: dict[str, list[int]] = {}
     if not (folder / "lessons.db").exists():  # it was killed before there was anything
         return {}, {}, 0
     connection = sqlite3.connect(f"file:{folder}/lessons.db?mode=ro", uri=True)
@@ -167,21 +278,11 @@ def oracle(folder: Path, start: dict[str, torch.Tensor]) -> tuple[dict[str, str]
         rows = connection.execute(query).fetchall() if has_records else []
     finally:
         connection.close()
-    erased = {source: number for number, kind, source, *_ in rows if kind == "erase"}
-    for number, kind, source, target, key, delta in rows:
-        now = dict(states[-1])
-        if kind == "rollback":
-            now = dict(states[target])
-        elif kind != "lesson":
-            now.pop(source, None)
-        elif number > erased.get(source, 0):
-            now[source] = written_over(now.get(source, start), load(delta))
-        else:
-            assert delta is None, f"record {number} was erased"
-        states.append(now)
+    keys: dict[str, list[int]] = {}
+    for number, _, _, _, key, _ in rows:
         if key is not None:
             keys.setdefault(key, []).append(number)
-    return hash_of(states[-1]), keys, len(states) - 1
+    return kind_of.rebuilt(rows), keys, len(rows)
 
 
 def written_over(old: dict[str, torch.Tensor], delta: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -197,12 +298,14 @@ def written_over(old: dict[str, torch.Tensor], delta: dict[str, torch.Tensor]) -
     return own
 
 
-def one_life(folder: Path, seed: int, patience: float, mortal: dict[str, Any], known: dict[str, Any]) -> None:
+def one_life(
+    kind_of: Kind, folder: Path, seed: int, patience: float, mortal: dict[str, Any], known: dict[str, Any]
+) -> None:
     """Start a victim, kill it after a while unless it kills itself, and see what it left."""
     fork = multiprocessing.get_context("fork")  # nothing here has threads, and importing torch takes seconds
     ours, theirs = fork.Pipe(duplex=False)
     retry = [[key, *about] for key, about in known["asked"].items()]
-    process = fork.Process(target=victim, args=(folder, theirs, mortal, seed, retry))
+    process = fork.Process(target=victim, args=(kind_of, folder, theirs, mortal, seed, retry))
     process.start()
     theirs.close()
     deadline = time.monotonic() + patience
@@ -216,7 +319,8 @@ def one_life(folder: Path, seed: int, patience: float, mortal: dict[str, Any], k
             break
         if what == "open":
             known["opened"] += 1
-            known["differs"] += about != [known["last"], known["state"]]
+            began = known["last"] == 0 and about[1] == {}  # a store of lessons starts with a calibration
+            known["differs"] += about != [known["last"], known["state"]] and not began
         elif what == "asked":
             known["asked"][about[0]] = about[1:]
         else:
@@ -224,29 +328,32 @@ def one_life(folder: Path, seed: int, patience: float, mortal: dict[str, Any], k
             if what == "done":
                 known["done"][about[0]] = about[1]
     process.join()
-    state, keys, last = oracle(folder, known["blank"])
+    state, keys, last = oracle(folder, kind_of)
     known["lost"] |= {key for key, at in known["done"].items() if keys.get(key) != [at]}
     known["twice"] |= {key for key, at in keys.items() if len(at) > 1}
     known["unasked"] |= {key for key in keys if key not in known["done"] and key not in known["asked"]}
     known |= {"state": state, "last": last}
 
 
-def kills(random_kills: int = 200, points: int = 3, seed: int = 0) -> dict[str, Any]:
+def kills(
+    random_kills: int = 200, points: int = 3, seed: int = 0, kind: Literal["texts", "lessons"] = "texts"
+) -> dict[str, Any]:
     torch.set_num_threads(1)
+    kind_of = Texts() if kind == "texts" else Taught()
     chance = random.Random(seed)
     lives: list[tuple[float, dict[str, Any]]] = [(chance.uniform(0.2, 2.5), {}) for _ in range(random_kills)]
     lives += [
         (10.0, {"point": point, "count": count}) for point in POINTS for count in range(1, 1 + 3 * points, 3)
     ]
-    start, total = blank(learner()), Counter[str]()
+    total = Counter[str]()
     for first in range(0, len(lives), LIVES):
         known: dict[str, Any] = {
-            "asked": {}, "done": {}, "state": {}, "last": 0, "blank": start, "opened": 0, "differs": 0,
+            "asked": {}, "done": {}, "state": {}, "last": 0, "opened": 0, "differs": 0,
             "lost": set(), "twice": set(), "unasked": set(),
         }  # fmt: skip
         with tempfile.TemporaryDirectory() as folder:
             for number, (patience, mortal) in enumerate(lives[first : first + LIVES], first):
-                one_life(Path(folder), number, patience, mortal, known)
+                one_life(kind_of, Path(folder), number, patience, mortal, known)
                 total["named" if mortal else "random"] += 1
                 print(f"\r{number + 1} of {len(lives)} kills", end="", file=sys.stderr)
         total += Counter(
@@ -260,4 +367,4 @@ def kills(random_kills: int = 200, points: int = 3, seed: int = 0) -> dict[str, 
 
 
 if __name__ == "__main__":
-    print(kills())
+    print(kills(kind="lessons" if sys.argv[1:] == ["lessons"] else "texts"))

@@ -25,6 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from crashes import SOURCES, TEXT, kills, learner, live_hash, serve
 from attractor.results import write_result
 from attractor.serve.decode.engine import Job
 from attractor.serve.errors import Busy
-from attractor.serve.rules import Rules
+from attractor.serve.learning.rules import Rules
 from attractor.serve.service import Limits, Service
 
 # --- times
@@ -260,17 +261,24 @@ def clients(seconds: float = 60.0, count: int = 64) -> dict[str, Any]:
 # --- all of it
 
 PARTS: dict[str, Callable[..., dict[str, Any]]] = {
-    "kills": kills, "overhead": overhead, "snapshot": snapshot, "rollback": rollback,
-    "throughput": throughput, "clients": clients,
-}  # fmt: skip
+    "kills": kills,
+    "kills-of-lessons": partial(kills, kind="lessons"),
+    "overhead": overhead,
+    "snapshot": snapshot,
+    "rollback": rollback,
+    "throughput": throughput,
+    "clients": clients,
+}
+KILLS = ("kills", "kills-of-lessons")
 
 
 def shows(found: dict[str, Any]) -> list[tuple[str, Any, bool]]:
     """What must hold, of the parts that ran: what, figure, whether it does."""
     rows: list[tuple[str, Any, bool]] = []
-    if part := found.get("kills"):
-        wrong = sum(part[name] for name in ("lost", "twice", "unasked", "differs_from_oracle"))
-        rows.append(("lessons lost or applied twice, states that differ", wrong, wrong == 0))
+    for name in KILLS:
+        if part := found.get(name):
+            wrong = sum(part[what] for what in ("lost", "twice", "unasked", "differs_from_oracle"))
+            rows.append((f"{name}: lost or applied twice, states that differ", wrong, wrong == 0))
     if part := found.get("overhead"):
         figure = part["beyond"]["p99_ms"]
         rows.append(("acknowledgement beyond the update, p99 ms <= 5", figure, figure <= 5))
@@ -299,7 +307,8 @@ def main() -> int:
     for name in options.parts or PARTS:
         print(f"{name} ...", file=sys.stderr)
         try:
-            found[name] = kills(options.kills, options.points) if name == "kills" else PARTS[name]()
+            arguments = (options.kills, options.points) if name in KILLS else ()
+            found[name] = PARTS[name](*arguments)
         except Busy as busy:
             raise SystemExit(f"{name}: {busy}") from busy
         print(json.dumps(found[name]))

@@ -18,6 +18,7 @@ from typing import Any
 
 from attractor.serve.decode.engine import Job
 from attractor.serve.decode.sequences import GeneratedToken
+from attractor.serve.decode.touches import Touch
 from attractor.serve.errors import Busy, Refused, Unavailable
 from attractor.serve.http.monitor import Monitor
 from attractor.tokenizer import ByteTokenizer
@@ -35,6 +36,7 @@ class FakeStream:
         self.version: int | None = None  # known when it is admitted
         self.finish: str | None = None
         self.message: str | None = None
+        self.touched: tuple[Touch, ...] = ()
         self._failure = message
         self._cancelled = asyncio.Event()
         self.cancelled = False
@@ -58,6 +60,7 @@ class FakeStream:
 
 class FakeService:
     name, context, vocab_size, learning = "fake", 64, 256, True
+    teaches = "texts"
     stop_tokens = frozenset[int]()
 
     def __init__(self) -> None:
@@ -129,7 +132,9 @@ class FakeService:
             self.answers[key] = answer
         return answer
 
-    def learn(self, texts: list[str], source: str, key: str | None) -> dict[str, Any]:
+    def learn(
+        self, texts: list[str], source: str, key: str | None, sender: str | None = None
+    ) -> dict[str, Any]:
         if self.held is not None:
             self.learners += 1
             self.held.wait(300)
@@ -152,7 +157,7 @@ class FakeService:
         lines = [line for line in reversed(self.history) if before is None or line["version"] < before]
         return lines[:limit]
 
-    def rollback(self, version: int, key: str | None = None) -> dict[str, Any]:
+    def rollback(self, version: int, key: str | None = None, sender: str | None = None) -> dict[str, Any]:
         if key in self.answers:
             return self.answers[key]
         if version not in self.states:
@@ -217,6 +222,7 @@ class FakeService:
                 if lessons
             },
             "overlays": self.overlays(),  # type: ignore[typeddict-item]
+            "lessons": None,
             "posteriors": self.posteriors,
             "queue": {"generating": 2, "waiting": 1, "learning": 3, "limit": 64},
             "tokens_per_second": 117.4,

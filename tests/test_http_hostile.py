@@ -154,10 +154,10 @@ class Flood:
         self.service, self.learn = service, service.teacher.learn
         service.teacher.learn = self
 
-    def __call__(self, texts, source, key):
+    def __call__(self, texts, source, *asked):
         self.taught.append(source)
         assert self.held.wait(PATIENCE)
-        return self.learn(texts, source, key)
+        return self.learn(texts, source, *asked)
 
 
 def lesson(source):

@@ -322,20 +322,16 @@ def test_a_context_that_the_model_has_not(folder):
 def test_what_the_command_wrote_can_be_served(folder, text, tmp_path):
     from attractor.cli.serve import Serve
     from attractor.serve.decode.engine import Job
-    from attractor.serve.rules import Rules
-    from attractor.serve.service import Service
+    from attractor.serve.learning.rules import Rules
 
     out = tmp_path / "out"
     assert cli.main(["retrofit", str(folder), "--data", str(text), "--out", str(out), *OPTIONS]) == 0
-    serve = Serve(run_folder=out, context=16, device="cpu", rules=Rules(canary_tokens=16))
-    learner = serve._learner()
-    assert serve._canaries(learner) == {}
-    with Service.open(learner, tmp_path / "data", rules=serve.rules) as service:
+    serve = Serve(model=str(out), learn=True, context=16, device="cpu", rules=Rules(canary_tokens=16))
+    with serve.open(tmp_path / "data") as service:
+        assert (service.teaches, service.context) == ("texts", 16)
         assert service.learn(["to be or not to be, that is the question"], "play")["version"] == 1
-        prompt = learner.tokenizer.encode("to be").tolist()
-        ticket = service.submit(
-            Job(prompt=prompt, max_tokens=20, stop_tokens=frozenset(serve._ends(learner)))
-        )
+        prompt = service.tokenizer.encode("to be").tolist()
+        ticket = service.submit(Job(prompt=prompt, max_tokens=20, stop_tokens=service.stop_tokens))
         assert len(list(ticket)) <= 20
         assert ticket.finish in ("stop", "length")
 
@@ -374,9 +370,8 @@ def test_every_verb_takes_what_the_command_wrote(folder, text, tmp_path, capsys,
         assert cli.main([*monitor, "--device", "cpu"]) == 0
     assert cli.main(["overlays", str(guarded), "list"]) == 0
     assert "new " in capsys.readouterr().out
-    for verb in (["adapt", str(folder), "--data", str(text)], ["serve", str(folder)]):
-        assert cli.main([*verb, "--device", "cpu"]) == 1
-        assert "has no APN layers" in capsys.readouterr().err
+    assert cli.main(["adapt", str(folder), "--data", str(text), "--device", "cpu"]) == 1
+    assert "has no APN layers" in capsys.readouterr().err
 
 
 def test_a_retrofit_of_an_earlier_release_is_loaded_if_something_names_its_base(
@@ -389,3 +384,14 @@ def test_a_retrofit_of_an_earlier_release_is_loaded_if_something_names_its_base(
     (out / "summary.json").unlink()
     with pytest.raises(ValueError, match=r"does not say where its base is: .* attractor\.load_retrofit"):
         attractor.load(out)
+
+
+def test_a_folder_of_hugging_face_is_served_as_it_is(folder, tmp_path):
+    """Without a retrofit: it is made teachable, with windows that it can read."""
+    from attractor.cli.serve import Serve
+    from attractor.serve.learning.rules import Rules
+
+    serve = Serve(model=str(folder), learn=True, device="cpu", rules=Rules(canary_tokens=4))
+    with serve.open(tmp_path / "data") as service:
+        assert (service.teaches, service.name) == ("lessons", folder.name)
+        assert service.paths() == ["base", "lessons"]

@@ -116,7 +116,7 @@ def test_what_cannot_be_served_is_told_before_it_is_announced(
 def test_what_the_guard_learned_is_served(run: Path, tmp_path: Path) -> None:
     from attractor.cli.serve import Serve, store_overlays
     from attractor.front import load
-    from attractor.serve.rules import Rules
+    from attractor.serve.learning.rules import Rules
     from attractor.serve.service import Service
 
     text, out = tmp_path / "new.txt", tmp_path / "adapted"
@@ -128,8 +128,8 @@ def test_what_the_guard_learned_is_served(run: Path, tmp_path: Path) -> None:
     prompt, most = "not to", 12
     expected = load(out, device="cpu").generate(prompt, max_tokens=most)
     for _ in range(2):  # a second start finds the overlays in the store
-        serve = Serve(run_folder=out, device="cpu", rules=Rules(canary_tokens=16))
-        learner = serve._learner()
+        serve = Serve(model=str(out), device="cpu", rules=Rules(canary_tokens=16))
+        learner = serve._learner(serve._load())
         store_overlays(learner, tmp_path / "store")
         with Service.open(learner, tmp_path / "store", rules=serve.rules, learning=False) as service:
             assert service.version == 1
@@ -138,7 +138,7 @@ def test_what_the_guard_learned_is_served(run: Path, tmp_path: Path) -> None:
             written = list(service.submit(Job(prompt=tokens, max_tokens=most, temperature=0.0)))
         assert learner.tokenizer.decode([piece.token for piece in written]) == expected
     with pytest.raises(ValueError, match="settings of its own; leave yours out"):
-        Serve(run_folder=out, prior=0.4, device="cpu")._learner()
+        Serve(model=str(out), prior=0.4, device="cpu").open(tmp_path / "another")
 
 
 def test_verify_show_and_backup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,9 +13,9 @@ from attractor.continual.config import GuardConfig, LearnConfig, UpdateConfig
 from attractor.continual.guard import Guard
 from attractor.continual.guarded import GuardedLearner
 from attractor.serve.decode.engine import Job
-from attractor.serve.effects import MOST_FRAMES
 from attractor.serve.errors import Busy, Refused, Unavailable
-from attractor.serve.rules import Rules
+from attractor.serve.learning.effects import MOST_FRAMES
+from attractor.serve.learning.rules import Rules
 from attractor.serve.service import Limits, Service
 from attractor.tokenizer import ByteTokenizer
 

@@ -6,7 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from crashes import blank, live_hash, oracle
+from crashes import Texts, live_hash, oracle
 from disk import Disk, needs_disk
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -14,7 +14,7 @@ from served import FOX, LAW, hashes, serve
 
 from attractor.serve.decode.engine import Job
 from attractor.serve.errors import KeyReused, Refused, Unavailable
-from attractor.serve.rules import Rules
+from attractor.serve.learning.rules import Rules
 from attractor.serve.service import Limits, Service
 from attractor.serve.store import State, verify
 
@@ -74,7 +74,7 @@ def test_whatever_happens_the_disk_tells_the_same(tmp_path_factory, steps: list[
             elif step == "restart":
                 service.close()
                 service = serve(folder, limits=Limits(drain=0.5, keep_snapshots=50))
-        assert live_hash(service) == oracle(folder, blank(service.teacher.learner))[0]
+        assert live_hash(service) == oracle(folder, Texts(service.teacher.learner))[0]
     finally:
         service.close()
 
@@ -197,7 +197,7 @@ def test_what_cannot_be_rebuilt_is_not_rolled_back(tmp_path: Path, monkeypatch: 
         service.learn([FOX], "fox")
         before = hashes(service)
         with monkeypatch.context() as patch:
-            patch.setattr("attractor.serve.teacher.fill", broken)
+            patch.setattr("attractor.serve.learning.guarded.fill", broken)
             with pytest.raises(MemoryError):
                 service.rollback(1)
         assert (service.version, service.store.last, hashes(service)) == (2, 2, before)

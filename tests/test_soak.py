@@ -4,11 +4,13 @@ import json
 import subprocess
 import sys
 
+import pytest
 import soak
 
 
-def test_kills_lose_nothing() -> None:
-    command = [sys.executable, soak.__file__, "kills", "--kills", "2", "--points", "1"]
+@pytest.mark.parametrize("part", soak.KILLS)
+def test_kills_lose_nothing(part: str) -> None:
+    command = [sys.executable, soak.__file__, part, "--kills", "2", "--points", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout.splitlines()[0])

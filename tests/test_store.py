@@ -206,7 +206,7 @@ BACK = {"source": ..., "fields": ..., "delta": ...}
         ("forget", {}, "kind 'forget'"),
         ("lesson", {"source": ""}, "source=''"),
         ("lesson", {"source": ...}, "source=None"),
-        ("lesson", {"target": 1}, "target=1"),
+        ("lesson", {"target": -1}, "target=-1"),
         ("lesson", {"fields": ...}, "fields and a delta"),
         ("lesson", {"delta": ...}, "fields and a delta"),
         ("drop", {}, "fields and a delta"),

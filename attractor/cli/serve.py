@@ -6,18 +6,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
 import tyro
 
-from attractor.cli.common import Device, known_tokens, otherwise, run_folder, validation_text
+from attractor.cli.common import Device, ModelName, known_tokens, otherwise, run_folder, validation_text
 from attractor.continual.config import AlsoName, AttentionName, GuardConfig, LearnConfig, UpdateConfig
 from attractor.continual.guarded import GuardedLearner
-from attractor.serve.rules import Rules
+from attractor.serve.learning.rules import Rules
 from attractor.serve.service import Limits, Service
 from attractor.serve.store import SyncName
 
+if TYPE_CHECKING:
+    from attractor.front import Model
+
+WINDOW = 256
+"""Tokens of background text that a model reads at once, if it can read so many."""
 EXTRA = 'serving needs the extra "serve": pip install "attractor-patch-networks[serve]" ({})'
 
 
@@ -35,10 +40,14 @@ def no_signal_twice() -> Iterator[None]:
 
 @dataclass(kw_only=True)
 class Serve:
-    """Answer requests, and learn from texts while doing so: an OpenAI-compatible server with a dashboard."""
+    """Answer requests, and learn while doing so: an OpenAI-compatible server with a dashboard.
 
-    run_folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(name="model", metavar="MODEL")]
-    """A run, a saved model, a retrofit, or what `attractor adapt --guard` wrote."""
+    A pretrained model is taught lessons, each of which can be taken back by itself. A model with APN layers
+    of its own, or a retrofit, learns texts, in an overlay for each source.
+    """
+
+    model: ModelName
+    """A run, a saved model or learner, a retrofit, saved lessons, a Hugging Face model, or smollm2-135m."""
     store: Annotated[Path | None, otherwise("MODEL-served", "PATH")] = None
     """The folder in which the server keeps what it learns, in an SQLite database."""
     learn: bool = False
@@ -50,14 +59,18 @@ class Serve:
     port: int = 8000
     keys: Annotated[Path | None, otherwise("everybody on this machine may do everything", "PATH")] = None
     """Who may do what: a file that `attractor keys` writes."""
-    chat: Literal["transcript", "chatml"] = "transcript"
+    chat: Annotated[
+        Literal["model", "transcript", "chatml"] | None, otherwise("the model's own, else transcript", "NAME")
+    ] = None
     """How the messages of a chat become a prompt."""
     sync: SyncName = "always"
     """When a lesson is on the disk: before its answer, or when the system gets to it."""
-    canary: Annotated[tuple[str, ...], otherwise("the run's validation text", "TEXT")] = ()
+    canary: Annotated[
+        tuple[str, ...], otherwise("the run's validation text; for lessons, Python's manual", "TEXT")
+    ] = ()
     """Texts that must not suffer: names or files."""
-    context: int = 512
-    """Of a retrofit: the longest sequence, in tokens."""
+    context: Annotated[int | None, otherwise("512 for a retrofit, else at most 2048", "INT")] = None
+    """Of a Hugging Face model: the longest sequence, in tokens."""
     prior: float = GuardConfig.prior
     """The weight of the base: a window costs at most log(1 / prior) nats more than the base."""
     attention: AttentionName = GuardConfig.attention
@@ -81,16 +94,9 @@ class Serve:
         except ImportError as error:
             raise ValueError(EXTRA.format(error)) from error
         settings = ServeSettings(host=self.host, port=self.port, keys=self.keys, chat=self.chat)
-        learner = self._learner()
-        folder = self.run_folder.resolve()
-        data = self.store or folder.with_name(folder.name + "-served")
         logging.getLogger("attractor.audit").setLevel(logging.INFO)
-        if learner.sources:
-            store_overlays(learner, data)
-        with Service.open(
-            learner, data, name=self.name or folder.name, canaries=self._canaries(learner), rules=self.rules,
-            limits=self.limits, sync=self.sync, learning=self.learn, stop_tokens=self._ends(learner),
-        ) as service:  # fmt: skip
+        data = self.store or self._beside()
+        with self.open(data) as service:
             app = create_app(service, settings)
             if service.store.recovered:
                 print(service.store.recovered)
@@ -112,22 +118,67 @@ class Serve:
         print(f"version {service.version} is in {data}")
         return 0
 
-    def _learner(self) -> GuardedLearner:
+    def open(self, data: Path) -> Service:
+        """The service of this model; what it learns is in the folder `data`."""
+        found = self._load()
+        settings: dict[str, Any] = {
+            "name": self.name or Path(self.model).resolve().name,
+            "rules": self.rules,
+            "limits": self.limits,
+            "sync": self.sync,
+            "learning": self.learn,
+            "stop_tokens": list(getattr(found.tokenizer, "ends", ())),
+        }
+        if found.source is not None:
+            return self._open_lessons(found, data, settings)
+        learner = self._learner(found)
+        if learner.sources:
+            store_overlays(learner, data)
+        context = learner.base.config.context
+        canaries = self._canaries(found.tokenizer, context) or self._validation(context)
+        return Service.open(learner, data, canaries=canaries, **settings)
+
+    def _beside(self) -> Path:
+        """The folder of what is learned: beside a model that lies here, or else in this one."""
+        place = Path(self.model)
+        if place.exists():
+            return place.resolve().with_name(f"{place.resolve().name}-served")
+        return Path(f"{self.model.replace('/', '-')}-served")
+
+    def _load(self) -> "Model":
         from attractor.front import adapter_folder, load
 
-        is_retrofit = adapter_folder(self.run_folder) is not None
-        has_overlays = any(self.run_folder.glob("**/guard.json"))  # and so a context of its own
-        context = self.context if is_retrofit and not has_overlays else None
-        found = load(self.run_folder, device=self.device, context=context)
-        if found.folder is None:
-            raise ValueError(
-                f"{self.run_folder} has no APN layers that a server could teach: `attractor retrofit` gives "
-                "it some, and `attractor chat` talks with it as it is"
-            )
+        place = Path(self.model)
+        has_overlays = place.is_dir() and any(place.glob("**/guard.json"))  # and so a context of its own
+        is_retrofit = adapter_folder(place) is not None
+        context = (self.context or 512) if is_retrofit and not has_overlays else None
+        return load(self.model, device=self.device, context=context)
+
+    def _open_lessons(self, found: "Model", data: Path, settings: dict[str, Any]) -> Service:
+        from attractor.front import frames_of
+        from attractor.hf.teachable import default_background, teachable
+
+        net, lessons = found.net, found.school
+        if lessons is None:
+            print("measuring what ordinary text looks like to the model ...", flush=True)
+            encode = found.tokenizer.encode
+            options: dict[str, Any] = {"frames": frames_of(found.tokenizer)}
+            if found.model.config.context < WINDOW:
+                options["window"] = found.model.config.context
+            net, lessons = teachable(net.unload(), encode, **options)
+        context = min(self.context or 2048, found.model.config.context)
+        canaries = self._canaries(found.tokenizer, context)
+        if not canaries:
+            canaries = {"manual": found.tokenizer.encode(default_background()[0][:10_000])}
+        return Service.open_lessons(
+            net, lessons, found.tokenizer, data, canaries=canaries, context=context, **settings
+        )
+
+    def _learner(self, found: "Model") -> GuardedLearner:
         if found.guarded is None:
             return GuardedLearner(found.model, found.tokenizer, self._config())
-        if self._config() != Serve(run_folder=self.run_folder)._config():
-            raise ValueError(f"{self.run_folder} is a learner with settings of its own; leave yours out")
+        if self._config() != Serve(model=self.model)._config():
+            raise ValueError(f"{self.model} is a learner with settings of its own; leave yours out")
         return found.guarded
 
     def _config(self) -> GuardConfig:
@@ -139,28 +190,25 @@ class Serve:
             max_overlays=self.max_overlays,
         )
 
-    def _canaries(self, learner: GuardedLearner) -> dict[str, np.ndarray]:
-        most = 64 * learner.base.config.context
-        assert learner.tokenizer is not None, "a run has one"
+    def _canaries(self, tokenizer: Any, context: int) -> dict[str, np.ndarray]:
+        """Those that were asked for."""
         if len({Path(source).stem for source in self.canary}) < len(self.canary):
             raise ValueError(f"two canaries of one name: {', '.join(self.canary)}; rename one")
-        if self.canary:
-            return {Path(source).stem: known_tokens(source, learner.tokenizer, most)
-                    for source in self.canary}  # fmt: skip
-        found = validation_text(run_folder(self.run_folder))
-        return {} if found is None else {"validation": found[:most]}
+        return {Path(source).stem: known_tokens(source, tokenizer, 64 * context) for source in self.canary}
 
-    def _ends(self, learner: GuardedLearner) -> list[int]:
-        """The tokens with which a pretrained model ends a text."""
-        return list(getattr(learner.tokenizer, "ends", ()))
+    def _validation(self, context: int) -> dict[str, np.ndarray]:
+        """The canary of a run."""
+        found = validation_text(run_folder(self.model))
+        return {} if found is None else {"validation": found[: 64 * context]}
 
 
 def store_overlays(learner: GuardedLearner, folder: Path) -> None:
     """Give a new store the overlays that a learner came with, each as a source with one lesson."""
     from attractor.continual.delta import Delta
-    from attractor.serve.effects import fields_of, tensors_of
+    from attractor.serve.learning.effects import fields_of, tensors_of
+    from attractor.serve.learning.guarded import identity
+    from attractor.serve.learning.teacher import now
     from attractor.serve.store import Store
-    from attractor.serve.teacher import identity, now
 
     start = tensors_of(learner.new_source())
     with Store.open(folder, identity=identity(learner)) as store:

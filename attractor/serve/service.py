@@ -11,31 +11,40 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import torch
 
 from attractor.config import JSONConfig, check_number, check_size
 from attractor.continual.guarded import GuardedLearner
+from attractor.continual.lessons import Lessons
 from attractor.serve.decode.engine import Engine, Job, Pin
 from attractor.serve.decode.stream import Stream
 from attractor.serve.errors import Busy, Unavailable
-from attractor.serve.rules import SELF, Canaries, Rules, self_canary
+from attractor.serve.learning.catalogue import searched
+from attractor.serve.learning.guarded import GuardedTeacher, identity
+from attractor.serve.learning.rules import SELF, Canaries, Rules, self_canary
+from attractor.serve.learning.teacher import Teacher
 from attractor.serve.store import Store, SyncName
-from attractor.serve.teacher import Teacher, identity
+from attractor.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from attractor.hf.net import Retrofit
 
 log = logging.getLogger("attractor")
 
 READ_AGAIN = 64 << 20
 """Bytes of records that a start may read again: where there are more, a snapshot is written at the end."""
-Verb = Literal["learn", "rollback", "forget"]
+Verb = Literal["learn", "revise", "import_lessons", "rollback", "forget", "forget_lessons", "forget_where"]
+TEACHING = ("learn", "revise", "import_lessons")
+"""These wait as lessons do; the others have places of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +92,15 @@ def no_snapshot_is_no_harm() -> Iterator[None]:
         log.warning("no snapshot could be written: %s", error)
 
 
+@contextmanager
+def closed_on_error(store: Store) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        store.close()
+        raise
+
+
 @dataclass(order=True)
 class Call:
     """A change that waits for the writer, or without an action the end of its work."""
@@ -98,15 +116,22 @@ class Service:
     """What serves and learns. Its methods may be called from any thread; those that learn block."""
 
     def __init__(
-        self, learner: GuardedLearner, store: Store, name: str, canaries: Canaries, rules: Rules,
-        limits: Limits, learning: bool, stop_tokens: frozenset[int],
-    ) -> None:  # fmt: skip
-        """Use `open`."""
-        self.stop_tokens = stop_tokens
-        assert learner.tokenizer is not None, "checked when it was opened"
-        self.name, self.tokenizer = name, learner.tokenizer
-        self.context, self.vocab_size = learner.base.config.context, learner.base.config.vocab_size
-        self.limits, self.rules, self.store = limits, rules, store
+        self,
+        teacher: Teacher,
+        tokenizer: Tokenizer,
+        *,
+        name: str,
+        rules: Rules,
+        limits: Limits,
+        learning: bool,
+        stop_tokens: Iterable[int],
+    ) -> None:
+        """Use `open` or `open_lessons`."""
+        self.teacher, self.tokenizer, self.store = teacher, tokenizer, teacher.store
+        self.teaches = teacher.teaches
+        self.name, self.stop_tokens = name, frozenset(stop_tokens)
+        self.context, self.vocab_size = teacher.publication.context, teacher.publication.vocab_size
+        self.limits, self.rules = limits, rules
         self.started = time.time()
         self._learning = learning
         self._calls: queue.PriorityQueue[Call] = queue.PriorityQueue()
@@ -118,14 +143,17 @@ class Service:
         self._since_snapshot = 0
         self._failure: str | None = None  # of the last write
         self._snapshots: threading.Thread | None = None
-        self.teacher = Teacher(learner, store, canaries, rules)
+        self._preparing: str | None = None  # what is being done before the first lesson
+        self._all_cores, self._some_cores = torch.get_num_threads(), share_of_cores()
+        self._working_since = 0.0  # when the writer last paused
         self.engine = Engine(
             self.teacher.publication,
             max_rows=limits.rows,
             max_waiting=limits.waiting,
-            threads=share_of_cores(),
+            threads=self._some_cores,
         )
         self.teacher.publish = self.engine.publish
+        self.teacher.breathe = self._breathe
         self._writer = threading.Thread(target=self._write, name="writer", daemon=True)
         self._writer.start()
 
@@ -158,11 +186,40 @@ class Service:
         texts[SELF] = self_canary(learner.base, rules.canary_tokens)
         watch = Canaries(learner.base, texts, rules)
         store = Store.open(data, identity=identity(learner), sync=sync, keep_snapshots=limits.keep_snapshots)
-        try:
-            return cls(learner, store, name, watch, rules, limits, learning, frozenset(stop_tokens))
-        except BaseException:
-            store.close()
-            raise
+        with closed_on_error(store):
+            teacher = GuardedTeacher(learner, store, watch, rules)
+            options: dict[str, Any] = {"name": name, "rules": rules, "limits": limits, "learning": learning}
+            return cls(teacher, learner.tokenizer, **options, stop_tokens=stop_tokens)
+
+    @classmethod
+    def open_lessons(
+        cls,
+        net: "Retrofit",
+        lessons: Lessons,
+        tokenizer: Tokenizer,
+        data: str | Path,
+        *,
+        name: str = "attractor",
+        canaries: Mapping[str, np.ndarray] | None = None,
+        context: int | None = None,
+        rules: Rules | None = None,
+        limits: Limits | None = None,
+        sync: SyncName = "always",
+        learning: bool = True,
+        stop_tokens: Iterable[int] = (),
+    ) -> Self:
+        """Serve a pretrained model that was made `teachable`; its lessons are kept in the folder `data`.
+
+        A new folder takes over the lessons that the model has; otherwise the folder's take their place.
+        """
+        from attractor.serve.learning.lessons import LessonTeacher, identity_of
+
+        rules, limits = rules or Rules(), limits or Limits()
+        store = Store.open(data, identity=identity_of(net, lessons), sync=sync)
+        with closed_on_error(store):
+            teacher = LessonTeacher(net, lessons, store, rules, canaries=canaries, context=context)
+            options: dict[str, Any] = {"name": name, "rules": rules, "limits": limits, "learning": learning}
+            return cls(teacher, tokenizer, **options, stop_tokens=stop_tokens)
 
     # --- reading
 
@@ -188,6 +245,17 @@ class Service:
         shown = self.version + 1
         return self.store.history(limit, shown if before is None else min(before, shown))
 
+    def lessons(self, **which: Any) -> list[dict[str, Any]]:
+        """What is told of lessons, the newest first: see `attractor.serve.learning.catalogue.searched`."""
+        return searched(self.teacher.catalogue.shown, **which)
+
+    def lesson(self, number: int) -> dict[str, Any] | None:
+        return self.teacher.catalogue.shown.get(number)
+
+    def export_lessons(self, numbers: Sequence[int] | None = None) -> bytes:
+        """A file with lessons, for a server with the same base."""
+        return self.teacher.export_lessons(numbers)
+
     def overlays(self) -> dict[str, dict[str, Any]]:
         return self.teacher.told["overlays"]
 
@@ -198,15 +266,25 @@ class Service:
             return False, "the writer has stopped"
         if not self.engine.is_alive:
             return False, "the engine has stopped"
-        return True, "learning is not possible now" if self._failure else "ready"
+        if self._failure:
+            return True, "learning is not possible now"
+        return True, f"ready; before the first lesson, {self._preparing}" if self._preparing else "ready"
 
     # --- changing
 
     def learn(
-        self, texts: list[str], source: str, key: str | None = None, sender: str | None = None
+        self,
+        what: Sequence[Any],
+        source: str,
+        key: str | None = None,
+        sender: str | None = None,
+        **options: Any,
     ) -> dict[str, Any]:
-        """A `key` is for this lesson of this `sender` alone; given again, the answer is given again."""
-        return self.begin("learn", texts, source, key, sender).result()
+        """Learn texts, or `attractor.serve.learning.lessons.Asked` where lessons are taught.
+
+        A `key` is for this lesson of this `sender` alone; given again, the answer is given again.
+        """
+        return self.begin("learn", what, source, key, sender, **options).result()
 
     def rollback(self, version: int, key: str | None = None, sender: str | None = None) -> dict[str, Any]:
         """Everything as it was at a version, but for what was erased since."""
@@ -218,14 +296,20 @@ class Service:
         """A rollback can bring a source back that was forgotten, and none that was erased."""
         return self.begin("forget", source, key, sender, erase).result()
 
-    def begin(self, verb: Verb, *arguments: Any) -> Future[dict[str, Any]]:
+    def forget_lessons(
+        self, numbers: Sequence[int], key: str | None = None, sender: str | None = None, erase: bool = False
+    ) -> dict[str, Any]:
+        """Take lessons back by their numbers, where lessons are taught."""
+        return self.begin("forget_lessons", numbers, key, sender, erase).result()
+
+    def begin(self, verb: Verb, *arguments: Any, **options: Any) -> Future[dict[str, Any]]:
         """Queue a change for the writer. It can be cancelled until the writer takes it up.
 
         Raises Busy where too many wait already.
         """
         if not self._learning:
             raise Unavailable("this server does not learn: it was started without it")
-        kind, rank = ("lessons", 1) if verb == "learn" else ("administration", 0)
+        kind, rank = ("lessons", 1) if verb in TEACHING else ("administration", 0)
         done: Future[dict[str, Any]] = Future()
         with self._lock:
             if self._closed:
@@ -234,19 +318,22 @@ class Service:
                 message = f"{count} calls wait already, as many as may (limits.{kind})"
                 raise Busy(message, retry_after=max(1.0, count * self._pace))
             self._places[kind] += 1
-            action = functools.partial(getattr(self.teacher, verb), *arguments)
+            action = functools.partial(getattr(self.teacher, verb), *arguments, **options)
             self._calls.put(Call(rank, next(self._numbers), kind, action, done))
         return done
 
     def _write(self) -> None:
-        torch.set_num_threads(share_of_cores())
+        self._working_since = time.monotonic()
+        self._breathe()
+        if self._learning:
+            self._prepare()
         while (action := (call := self._calls.get()).action) is not None:
             done = call.done
             if not done.set_running_or_notify_cancel():  # the client has disconnected
                 with self._lock:
                     self._places[call.kind] -= 1
                 continue
-            started = time.monotonic()
+            self._working_since = started = time.monotonic()
             try:
                 if self._closed:
                     raise Unavailable("the server is closing")
@@ -261,15 +348,37 @@ class Service:
             with self._lock:
                 self._places[call.kind] -= 1
             self.store.settle()
-            if self._since_snapshot >= self.limits.snapshot_every:
+            if self.teacher.keeps_snapshots and self._since_snapshot >= self.limits.snapshot_every:
                 self._begin_snapshot()
-            self._readers_first(time.monotonic() - started)
+            self._breathe()
             with self._lock:
                 self._pace = 0.9 * self._pace + 0.1 * (time.monotonic() - started)
 
-    def _readers_first(self, spent: float) -> None:
-        """While texts are being written, lessons take their share. Whoever asked has the answer already."""
+    def _prepare(self) -> None:
+        """What comes before the first lesson. It stops for a call: a lesson does the rest of it."""
+        try:
+            for doing in self.teacher.prepare():
+                self._preparing = doing
+                self._breathe()
+                if not self._calls.empty():
+                    break
+        except Exception:  # the first lesson will say so
+            log.exception("what comes before the first lesson failed")
+        self._preparing = None
+
+    def _breathe(self) -> None:
+        """A pause of the writer, after a lesson or between its passes.
+
+        While texts are being written, lessons take their share of the time, and half of the cores.
+        """
+        spent = time.monotonic() - self._working_since
         until = time.monotonic() + spent * (1 - self.limits.learning_share) / self.limits.learning_share
+        self._let_readers_go_on(until)
+        is_alone = self.engine.stats()["rows"] == 0
+        torch.set_num_threads(self._all_cores if is_alone else self._some_cores)  # of this thread alone
+        self._working_since = time.monotonic()
+
+    def _let_readers_go_on(self, until: float) -> None:
         while self.engine.stats()["rows"] and (left := until - time.monotonic()) > 0:
             if self._ending.wait(min(left, 0.02)):
                 return
@@ -303,6 +412,7 @@ class Service:
             "version": self.version, "uptime": time.time() - self.started, "learning": self._learning,
             "progressive": told["progressive"], "canaries": told["canaries"], "usage": told["usage"],
             "overlays": told["overlays"], "drift": drift, "posteriors": recent,
+            "lessons": told.get("lessons"),
             "queue": {"generating": figures["rows"], "waiting": figures["waiting"], "learning": count,
                       "limit": self.limits.lessons},
             "tokens_per_second": figures["tokens_per_second"],
@@ -325,7 +435,7 @@ class Service:
         if self._snapshots is not None:
             self._snapshots.join()
         with no_snapshot_is_no_harm():
-            if self.store.bytes_to_read > READ_AGAIN:
+            if self.teacher.keeps_snapshots and self.store.bytes_to_read > READ_AGAIN:
                 self.store.snapshot()
         self.store.close()
 

@@ -16,25 +16,28 @@ from torch import Tensor
 
 from attractor.continual.guard import log_probabilities
 from attractor.generate import candidates
-from attractor.lm import TrainableModel
 from attractor.model import RaggedCache
 from attractor.serve.decode.mixture import Evidence
 from attractor.serve.decode.sequences import GeneratedToken, PathCache, Sequence
+from attractor.serve.decode.touches import Found, Touch, read_together
 
 log = logging.getLogger("attractor")
 
 
 class ModelBatch:
-    """The sequences that read with one model, as rows of one cache."""
+    """The sequences that read in one pass, as rows of one cache: their models are of one group."""
 
-    def __init__(self, model: TrainableModel) -> None:
-        self.model = model
+    def __init__(self) -> None:
         self.shared: RaggedCache | None = None
         self.rows: list[PathCache] = []
         self.logits: Tensor | None = None  # (B, V) of this step
 
-    def read(self, tokens: Tensor) -> None:
-        self.logits = self.model(tokens[:, None], cache=self.shared)[:, -1]
+    def read(self, tokens: Tensor) -> Found:
+        """Read a token in every row, and return on which of them lessons acted."""
+        models = [cache.model for cache in self.rows]
+        logits, found = read_together(models, tokens[:, None], self.shared)
+        self.logits = logits[:, -1]
+        return found
 
     def add(self, cache: PathCache) -> None:
         """Take over what a path has read on its own."""
@@ -75,7 +78,7 @@ class Batch:
         self.device = device
         self.sequences: list[Sequence] = []
         self.added: list[Sequence] = []  # these take part from the next step on
-        self.models: dict[int, ModelBatch] = {}  # by the id of the model
+        self.models: dict[int, ModelBatch] = {}  # by the id of the group
         self.evidence = Evidence.empty(device)
         self.logprobs = torch.zeros(0, 0)  # (M, B) what the paths gave the last token, 0 at rest
         self.failed: dict[Sequence, str] = {}  # in this step
@@ -107,14 +110,14 @@ class Batch:
 
     def _add_row(self, cache: PathCache) -> None:
         self._entries = None
-        self.models.setdefault(id(cache.model), ModelBatch(cache.model)).add(cache)
+        self.models.setdefault(id(cache.group), ModelBatch()).add(cache)
 
     def _remove_row(self, cache: PathCache) -> None:
         self._entries = None
-        model = self.models[id(cache.model)]
+        model = self.models[id(cache.group)]
         model.remove(cache)
         if not model.rows:
-            del self.models[id(cache.model)]
+            del self.models[id(cache.group)]
 
     @torch.no_grad()
     def take_out(self, sequence: Sequence) -> None:
@@ -155,7 +158,7 @@ class Batch:
             sequence = self.sequences[column]
             if sequence.may_rest:
                 cache = sequence.caches[path]
-                own = self.models[id(cache.model)].copy_of(cache)
+                own = self.models[id(cache.group)].copy_of(cache)
                 cache.rest(own, float(self.logprobs[path, column]))
                 self._remove_row(cache)
                 self.evidence.awake[path, column] = False
@@ -169,12 +172,16 @@ class Batch:
         last = torch.tensor([sequence.text[-1] for sequence in self.sequences], device=self.device)
         _, columns = self._rows()
         models = list(self.models.values())
-        parts = last[columns].split([len(model.rows) for model in models])
-        for model, tokens in zip(models, parts, strict=True):
+        sizes = [len(model.rows) for model in models]
+        for model, part in zip(models, columns.split(sizes), strict=True):
+            tokens = last[part]
             try:
-                model.read(tokens)
+                found = model.read(tokens)
+                if any(found):
+                    self._note_touches(part.tolist(), found)
             except Exception as error:  # its sequences end with this step; those of other models go on
-                model.logits = torch.zeros(len(tokens), model.model.config.vocab_size, device=self.device)
+                vocabulary = model.rows[0].model.config.vocab_size
+                model.logits = torch.zeros(len(tokens), vocabulary, device=self.device)
                 for sequence in self.sequences:
                     if any(cache in model.rows for cache in sequence.caches):
                         self._fail(sequence, error)
@@ -183,6 +190,12 @@ class Batch:
         self.evidence.predicted += 1
         if self._some_rest():
             self._wake(begins)
+
+    def _note_touches(self, columns: list[int], found: Found) -> None:
+        for column, touches in zip(columns, found, strict=True):
+            sequence = self.sequences[column]
+            last = sequence.first + len(sequence.text) - 1
+            sequence.touched += [Touch(last + at, lesson, weight) for at, lesson, weight in touches]
 
     def _some_rest(self) -> bool:
         return len(self._rows()[0]) < sum(len(sequence.caches) for sequence in self.sequences)
@@ -226,7 +239,7 @@ class Batch:
             for column, sequence in enumerate(self.sequences):
                 for path, cache in enumerate(sequence.caches):
                     if cache.row >= 0:
-                        at = starts[id(cache.model)] + cache.row
+                        at = starts[id(cache.group)] + cache.row
                         paths[at], columns[at] = path, column
             both = torch.tensor([paths, columns], dtype=torch.long, device=self.device)
             self._entries = (both[0], both[1])
@@ -254,7 +267,8 @@ class Batch:
         ):
             sequence.text.append(token)
             named = dict(zip(sequence.names, share, strict=False))
-            generated.append((sequence, GeneratedToken(token, logprob, named)))
+            generated.append((sequence, GeneratedToken(token, logprob, named, tuple(sequence.touched))))
+            sequence.touched = []
         return generated
 
     def _draw(self, mixture: Tensor) -> list[int]:

@@ -29,6 +29,7 @@ from attractor.serve.decode.sequences import (
     read_prompt,
 )
 from attractor.serve.decode.stream import Finish, Stream, StreamBuffer
+from attractor.serve.decode.touches import Touch
 from attractor.serve.errors import Busy
 
 log = logging.getLogger("attractor")
@@ -287,7 +288,7 @@ class Engine:
         for sequence, one in generated:
             task = self._tasks[sequence]
             if one.token in task.job.stop_tokens:
-                self._end(task, "stop", None)
+                self._end(task, "stop", None, one.touched)
                 continue
             task.generated += 1
             task.buffer.put(one)
@@ -305,7 +306,7 @@ class Engine:
             del self._tasks[sequence]
             self._to_read.append(task)
 
-    def _end(self, task: Task, finish: Finish, message: str | None) -> None:
+    def _end(self, task: Task, finish: Finish, message: str | None, touched: tuple[Touch, ...] = ()) -> None:
         sequence, now = task.sequence, time.monotonic()
         if sequence is not None and self._tasks.pop(sequence, None) is not None:
             if sequence in self._batch.sequences:
@@ -313,7 +314,7 @@ class Engine:
             self._batch.remove([sequence])
         if finish in ("stop", "length"):
             self._seconds_per_job += 0.1 * (now - task.since - self._seconds_per_job)
-        task.buffer.end(finish, message)
+        task.buffer.end(finish, message, touched)
 
     def _note(self, task: Task, sequence: Sequence, finish: Finish) -> None:
         seen = {

@@ -16,6 +16,7 @@ from attractor.continual.guard import BASE, Guard, log_probabilities
 from attractor.lm import TrainableModel
 from attractor.model import RaggedCache
 from attractor.serve.decode.mixture import Evidence
+from attractor.serve.decode.touches import Touch, group_of, read_together
 
 PIECE = 256
 """The number of tokens of a prompt, on all paths, that are read before other texts get their turn."""
@@ -34,6 +35,8 @@ class Publication:
     prior: float = 0.5
     window: int | None = None
     pause: float = 0.0
+    alone: str | None = None
+    """The path of texts that name none; None stands for the mixture of all paths."""
 
     def __post_init__(self) -> None:
         self.guard.eval()  # this also raises the errors of a guard here
@@ -86,16 +89,17 @@ class Sampling:
 class GeneratedToken:
     """A token, its log-probability before temperature, and the share of each path in it.
 
-    The shares sum to one.
+    The shares sum to one. `touched` are the tokens read since the one before, on which a lesson acted.
     """
 
     token: int
     logprob: float
     shares: dict[str, float]
+    touched: tuple[Touch, ...] = ()
 
 
 class Sequence:
-    """A text that is being written with one path, or with the mixture of all where `path` is None."""
+    """A text that is being written with one path, or where `path` is None as its publication says."""
 
     def __init__(
         self,
@@ -105,10 +109,13 @@ class Sequence:
         path: str | None = None,
     ) -> None:
         guard = publication.guard
+        path = publication.alone if path is None else path
         numbers = range(len(guard.names)) if path is None else [guard.names.index(path)]
         self.publication, self.sampling = publication, sampling
         self.names = [guard.names[number] for number in numbers]
         self.text = list(prompt[-publication.context :])
+        self.first = len(prompt) - len(self.text)  # the index of the first token of `text`
+        self.touched: list[Touch] = []  # since the last token was drawn
         self.length = 0  # tokens in the caches
         self.column = -1  # in the tensors of the batch
         self.may_rest = True
@@ -121,12 +128,19 @@ class Sequence:
     def is_full(self) -> bool:
         return self.length + 1 > self.publication.context
 
+    def keep(self, tokens: int) -> None:
+        """Let go of all but the last tokens."""
+        self.first += max(0, len(self.text) - tokens)
+        self.text = self.text[-tokens:]
+
 
 class PathCache:
     """What one path has read of one sequence: a row of a shared cache, or a cache of its own."""
 
     def __init__(self, model: TrainableModel, device: torch.device) -> None:
         self.model, self.device = model, device
+        self.group = group_of(model)
+        self.found: list[tuple[int, int, float]] = []  # where lessons acted in what it read last on its own
         self.row = -1  # of the cache that the sequences of this model share, or -1
         self.own: RaggedCache | None = None  # while it has no row
         self.logits: Tensor | None = None  # (V) after the last token that it read on its own
@@ -136,9 +150,10 @@ class PathCache:
     def read(self, tokens: abc.Sequence[int]) -> Tensor:
         """Read tokens into the own cache, and return the logits (n, V) after each of them."""
         assert self.own is not None, "it reads with the sequences of its model"
-        logits: Tensor = self.model(torch.tensor([tokens], device=self.device), cache=self.own)[0]
-        self.logits = logits[-1].clone()  # not a view that holds all of them
-        return logits
+        given = torch.tensor([tokens], device=self.device)
+        logits, (self.found,) = read_together([self.model], given, self.own)
+        self.logits = logits[0, -1].clone()  # not a view that holds all of them
+        return logits[0]
 
     def rest(self, own: RaggedCache, logprob: float) -> None:
         """Stop reading; `logprob` is what the path gave the newest token."""
@@ -164,10 +179,10 @@ def read_prompt(sequence: Sequence) -> abc.Iterator[None]:
     evidence = sequence.evidence
     is_again = bool(evidence.predicted > 0)  # then only the last token is new, and it was counted
     context = sequence.publication.context
-    sequence.text = sequence.text[-context:]
+    sequence.keep(context)
     tokens = sequence.text[-max(1, context // 2) :] if is_again else sequence.text
     window_start = (len(tokens) - 1) // int(evidence.window) * int(evidence.window)
-    unpaused = 0
+    unpaused, index = 0, sequence.first + len(sequence.text) - len(tokens)
     for path, cache in enumerate(sequence.caches):
         cache.own = cache.model.new_row()
         for start in range(0, len(tokens), PIECE):
@@ -177,6 +192,9 @@ def read_prompt(sequence: Sequence) -> abc.Iterator[None]:
             end = min(start + PIECE, len(tokens))
             unpaused += end - start
             logits = cache.read(tokens[start:end])
+            sequence.touched += [
+                Touch(index + start + at, lesson, weight) for at, lesson, weight in cache.found
+            ]
             if not is_again and len(sequence.caches) > 1:
                 seen = logprobs_of(logits, tokens[start + 1 : end + 1])
                 evidence.sums[path] += seen[max(0, window_start - start) :].sum()

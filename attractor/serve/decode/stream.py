@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Literal
 
 from attractor.serve.decode.sequences import GeneratedToken
+from attractor.serve.decode.touches import Touch
 
 Finish = Literal["stop", "length", "cancelled", "error"]
 
@@ -19,6 +20,7 @@ class StreamBuffer:
         self.version: int | None = None
         self.finish: Finish | None = None
         self.message: str | None = None
+        self.touched: tuple[Touch, ...] = ()
         self.cancelled = False  # the engine looks here; setting it takes no lock, so any thread may do it
         self.changed = threading.Condition()
         self.tokens: deque[GeneratedToken] = deque()
@@ -29,9 +31,9 @@ class StreamBuffer:
             self.tokens.append(token)
             self._wake()
 
-    def end(self, finish: Finish, message: str | None) -> None:
+    def end(self, finish: Finish, message: str | None, touched: tuple[Touch, ...] = ()) -> None:
         with self.changed:
-            self.finish, self.message = finish, message
+            self.finish, self.message, self.touched = finish, message, touched
             self._wake()
 
     def _wake(self) -> None:
@@ -71,6 +73,11 @@ class Stream:
     def message(self) -> str | None:
         """What went wrong, where a text ended by an error."""
         return self._buffer.message
+
+    @property
+    def touched(self) -> tuple[Touch, ...]:
+        """What a token that ended the text, and is not handed out, says of lessons that acted."""
+        return self._buffer.touched
 
     def cancel(self) -> None:
         """The text ends soon; what was generated until then can still be read."""

@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from starlette.routing import BaseRoute
 
 from attractor.serve.http.auth import KeyRing, declared
+from attractor.serve.http.changes import Changes, add_change_routes, add_text_routes
 from attractor.serve.http.connections import limit_logs, limited
 from attractor.serve.http.lessons import add_lesson_routes
 from attractor.serve.http.metrics import Metrics
@@ -42,7 +43,12 @@ def create_app(service: Service, settings: ServeSettings) -> FastAPI:
     )
     metrics = Metrics(service)
     add_openai_routes(app, service, settings, metrics)
-    add_lesson_routes(app, service, settings, metrics)
+    changes = Changes(service, metrics)
+    if service.teaches == "lessons":
+        add_lesson_routes(app, service, settings, changes)
+    else:
+        add_text_routes(app, settings, changes)
+    add_change_routes(app, service, changes)
     add_status_routes(app, service, metrics)
     add_dashboard(app)
     add_error_replies(app)

@@ -7,8 +7,8 @@ Every route declares with `needs` the scopes of which any opens it, or with `ope
 A route that declares nothing is closed. Scopes are separate, and a key may have several:
 
 - generate opens models, completions and chats
-- learn opens lessons
-- admin opens rolling back and forgetting
+- learn opens lessons, and what they say
+- admin opens rolling back and forgetting, what lessons say, and files of them
 - monitor opens /ready, /metrics and the figures of the dashboard, which learn and admin open as well
 
 /health and the files of the dashboard, which hold no data, are open.

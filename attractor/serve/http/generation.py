@@ -2,15 +2,16 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import Request
 
 from attractor.serve.decode.detokenize import Piece, TextDecoder, TokenText
 from attractor.serve.decode.engine import Job, Pin
 from attractor.serve.decode.stream import Stream
+from attractor.serve.decode.touches import Touch
 from attractor.serve.http.metrics import Metrics
 from attractor.serve.http.replies import Problem, problem_of
 from attractor.serve.http.schemas import GenerationForm
@@ -36,6 +37,8 @@ class Choice:
     def __init__(self, index: int, prompt: Prompt, stream: Stream, decoder: TextDecoder) -> None:
         self.index, self.prompt, self.stream, self.decoder = index, prompt, stream, decoder
         self.text, self.tokens = "", list[TokenText]()
+        self.written: list[int] = []
+        self.touched: list[Touch] = []  # by which lessons, as far as the text goes
         self.reason: str | None = None
 
     @property
@@ -45,6 +48,8 @@ class Choice:
     async def pieces(self) -> AsyncIterator[Piece]:
         """What to send, piece by piece. Afterwards `reason` says why the text ended."""
         async for token in self.stream:
+            self.written.append(token.token)
+            self.touched += token.touched
             yield self._keep(self.decoder.push(token))
             if self.decoder.stopped:
                 self.stream.cancel()
@@ -52,9 +57,34 @@ class Choice:
                 return
         if self.stream.finish not in ("stop", "length"):
             raise self._failure()
+        self.touched += self.stream.touched
         rest = self._keep(self.decoder.finish())
         self.reason = "stop" if self.decoder.stopped else self.stream.finish
         yield rest
+
+    def lessons(self, decode: Callable[[list[int]], str]) -> list[dict[str, Any]]:
+        """The lessons that acted on the text, each with the tokens of prompt and text that it acted on."""
+        found: dict[int, dict[int, float]] = {}
+        for touch in self.touched:  # a token may have been read twice
+            own = found.setdefault(touch.lesson, {})
+            own[touch.index] = max(touch.weight, own.get(touch.index, 0.0))
+        prompt = self.prompt.tokens
+        tokens, first = [*prompt, *self.written], len(prompt)
+        return [
+            {
+                "lesson": lesson,
+                "tokens": [
+                    {
+                        "part": "prompt" if index < first else "text",
+                        "index": index if index < first else index - first,
+                        "text": decode([tokens[index]]),
+                        "weight": weight,
+                    }
+                    for index, weight in sorted(own.items())
+                ],
+            }
+            for lesson, own in sorted(found.items())
+        ]
 
     def _keep(self, piece: Piece) -> Piece:
         self.text += piece.text

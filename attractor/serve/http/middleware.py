@@ -20,7 +20,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import BaseRoute, Match, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from attractor.serve.http.auth import LOCAL, Key, KeyRing, declared, local_problem
+from attractor.serve.http.auth import LOCAL, Endpoint, Key, KeyRing, declared, local_problem
 from attractor.serve.http.connections import RateLimit
 from attractor.serve.http.metrics import Metrics
 from attractor.serve.http.replies import VERSION, Problem, problem_of
@@ -56,6 +56,7 @@ BRACKETS = bytes.maketrans(b"{}", b"[]")
 OTHERS = bytes(set(range(256)) - set(b"[]{}"))
 SMALL = 16 << 10  # bytes of a body that are checked faster than a thread is found
 CLOSE = {"Connection": "close"}
+FILE = "application/octet-stream"
 
 audit = logging.getLogger("attractor.audit")
 
@@ -153,7 +154,8 @@ class Exchange:
         """Read the whole body, so that no route waits for a slow one or holds a large one."""
         if self.method in ("GET", "HEAD", "OPTIONS"):
             return
-        limit, seconds = self.middleware.settings.max_body, self.middleware.settings.body_timeout
+        settings, is_file = self.middleware.settings, wants_bytes(self.route)
+        limit, seconds = settings.max_file if is_file else settings.max_body, settings.body_timeout
         too_large = Problem(413, f"the body is larger than {limit:,} bytes: send less", code="too_large")
         length = self.headers.get("content-length", "0")
         if length.isdecimal() and int(length[:20]) > limit:
@@ -174,14 +176,15 @@ class Exchange:
             late = f"the body did not arrive within {seconds:g} seconds"
             raise Problem(408, late, code="timeout", headers=CLOSE) from None
         self.body = bytes(body)
-        await self._check_body(self.body)
+        if is_file:
+            self._check_type(FILE, "a file")
+        else:
+            await self._check_body(self.body)
 
     async def _check_body(self, body: bytes) -> None:
         if not body:
             return
-        kind = self.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # a form on a page of another site cannot send this type
-            raise Problem(415, "the body must be JSON, with Content-Type: application/json")
+        self._check_type("application/json", "JSON")
         settings = self.middleware.settings
         arguments = (body, settings.max_depth, settings.max_values)
         if len(body) <= SMALL:
@@ -190,6 +193,11 @@ class Exchange:
             problem = await to_thread.run_sync(json_problem, *arguments, limiter=self.middleware.checks)
         if problem is not None:
             raise Problem(400, problem)
+
+    def _check_type(self, wanted: str, what: str) -> None:
+        """A form on a page of another site can send none of the types that are wanted here."""
+        if self.headers.get("content-type", "").partition(";")[0].strip().lower() != wanted:
+            raise Problem(415, f"the body must be {what}, with Content-Type: {wanted}")
 
     async def receive(self) -> Message:
         if self.body is not None:
@@ -211,7 +219,7 @@ class Exchange:
 
     def _note(self) -> None:
         status, metrics = self.status or 499, self.middleware.metrics  # 499: the client had disconnected
-        method = self.method if self.method in ("GET", "POST", "DELETE") else "other"
+        method = self.method if self.method in ("GET", "POST", "PUT", "DELETE") else "other"
         metrics.requests.labels(self.name, method, str(status)).inc()
         metrics.seconds.labels(self.name).observe(time.perf_counter() - self.started)
         if self.method == "GET" and status < 400:
@@ -231,6 +239,16 @@ class Exchange:
                 return
             line |= {"left_out": left_out} if left_out else {}
         audit.info("%s", json.dumps(line))
+
+
+def takes_bytes(endpoint: Endpoint) -> Endpoint:
+    """Declare that the body of requests to a route is a file, and not JSON."""
+    endpoint.takes_bytes = True  # type: ignore[attr-defined]
+    return endpoint
+
+
+def wants_bytes(route: BaseRoute | None) -> bool:
+    return bool(getattr(getattr(route, "endpoint", None), "takes_bytes", False))
 
 
 def find_route(router: Router, scope: Scope) -> tuple[BaseRoute | None, set[str]]:

@@ -63,6 +63,25 @@ class Drift(TypedDict):
     budget: float
 
 
+class LessonCanary(TypedDict):
+    """A text that lessons must leave alone."""
+
+    rise: float  # of its perplexity, as a share
+    windows: int
+    windows_entered: int  # those that differ from the base's at all
+
+
+class LessonFigures(TypedDict):
+    """Of all lessons together, where lessons are taught."""
+
+    count: int
+    known: int  # so many of them
+    sources: int
+    patches: int
+    bytes: int
+    canaries: dict[str, LessonCanary]
+
+
 class Monitor(TypedDict):
     version: int
     uptime: float  # seconds
@@ -76,3 +95,4 @@ class Monitor(TypedDict):
     tokens_per_second: float | None
     journal: JournalFigures
     drift: dict[str, Drift]  # source ->
+    lessons: LessonFigures | None  # None where texts are learned

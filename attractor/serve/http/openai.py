@@ -27,9 +27,9 @@ from attractor.serve.http.generation import (
     while_connected,
 )
 from attractor.serve.http.metrics import Metrics
-from attractor.serve.http.replies import VERSION, Problem, Reply, problem_of, to_json
+from attractor.serve.http.replies import LESSONS, VERSION, Problem, Reply, problem_of, to_json
 from attractor.serve.http.schemas import ChatForm, CompletionForm, ErrorReply, GenerationForm
-from attractor.serve.http.settings import ServeSettings
+from attractor.serve.http.settings import ChatName, ServeSettings
 from attractor.serve.service import Service
 
 ERRORS: dict[int | str, dict[str, Any]] = {
@@ -59,8 +59,7 @@ class ChatTemplate:
     def prompt(self, messages: Sequence[tuple[str, str]]) -> str:
         parts = []
         for role, content in messages:
-            if found := [mark for mark in self.marks if mark in content]:
-                raise ValueError(f"a message contains {found[0]!r}, which divides messages: leave it out")
+            check_marks(content, self.marks)
             before, after = self.turns["system" if role == "developer" else role]
             parts.append(before + content + after)
         return "".join(parts) + self.answer
@@ -83,6 +82,45 @@ CHAT_TEMPLATES: Mapping[str, ChatTemplate] = MappingProxyType(
 )
 
 
+class OwnTemplate:
+    """How the model was trained to chat, by its tokenizer. Its own marks may not occur in a message."""
+
+    stops: tuple[str, ...] = ()
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._chat = tokenizer.chat
+        library = getattr(tokenizer, "_tokenizer", None)
+        added = {} if library is None else library.get_added_tokens_decoder()
+        self.marks = tuple(token.content for token in added.values() if token.special)
+
+    def prompt(self, messages: Sequence[tuple[str, str]]) -> str:
+        for _, content in messages:
+            check_marks(content, self.marks)
+        said = [
+            {"role": "system" if role == "developer" else role, "content": content}
+            for role, content in messages
+        ]
+        try:
+            return str(self._chat(said))
+        except Exception as error:  # of a template that came with the model
+            raise ValueError(f"the model's chat template does not take these messages: {error}") from error
+
+
+def check_marks(content: str, marks: Sequence[str]) -> None:
+    if found := [mark for mark in marks if mark in content]:
+        raise ValueError(f"a message contains {found[0]!r}, which divides messages: leave it out")
+
+
+def chat_template(name: ChatName | None, tokenizer: Any) -> ChatTemplate | OwnTemplate:
+    """The one that was asked for, or else the model's own, or else a transcript."""
+    has_own = getattr(tokenizer, "chat", None) is not None
+    if name == "model" and not has_own:
+        raise ValueError('chat="model": this model was not trained to chat; choose transcript or chatml')
+    if name in (None, "model") and has_own:
+        return OwnTemplate(tokenizer)
+    return CHAT_TEMPLATES[name or "transcript"]
+
+
 # --- replies
 
 
@@ -93,8 +131,10 @@ class ReplyFormat:
     prefix: str
     chunk_kind: str
 
-    def __init__(self, form: GenerationForm) -> None:
+    def __init__(self, form: GenerationForm, service: Service) -> None:
         self.form = form
+        # where lessons are taught, every text says which of them acted
+        self._decode = service.tokenizer.decode if service.teaches == "lessons" else None
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
         self._opened: set[int] = set()
         self.wants_usage = form.stream_options is not None and form.stream_options.include_usage
@@ -110,7 +150,10 @@ class ReplyFormat:
         }
 
     def whole(self, texts: Generation) -> dict[str, Any]:
-        choices = [self.choice(choice) | self.extension(choice, choice.tokens) for choice in texts.choices]
+        choices = [
+            self.choice(choice) | self.extension(choice, choice.tokens, is_whole=True)
+            for choice in texts.choices
+        ]
         return self.frame(texts.versions, choices, chunk=False) | {"usage": texts.usage}
 
     def chunks(self, choice: Choice, piece: Piece | None) -> list[dict[str, Any]]:
@@ -120,14 +163,26 @@ class ReplyFormat:
         return ([] if opening is None else [opening]) + ([self.chunk(choice, piece)] if worth_it else [])
 
     def chunk(self, choice: Choice, piece: Piece | None) -> dict[str, Any]:
-        part = self.part(choice, piece) | self.extension(choice, [] if piece is None else piece.tokens)
+        tokens = [] if piece is None else piece.tokens
+        part = self.part(choice, piece) | self.extension(choice, tokens, is_whole=piece is None)
         return self.frame([choice.version], [part], chunk=True)
 
-    def extension(self, choice: Choice, tokens: Sequence[TokenText]) -> dict[str, Any]:
+    def extension(self, choice: Choice, tokens: Sequence[TokenText], *, is_whole: bool) -> dict[str, Any]:
+        """Ours: the version, and of a whole text the lessons that acted on it."""
         ours: dict[str, Any] = {"version": choice.version}
+        if is_whole and self._decode is not None:
+            ours |= {"untouched": not choice.touched, "lessons": choice.lessons(self._decode)}
         if self.form.attractor.paths:
             ours["tokens"] = [{"text": each.text, "shares": each.generated.shares} for each in tokens]
         return {"attractor": ours}
+
+    def headers(self, texts: Generation) -> dict[str, str]:
+        """The same in short, for replies that are no streams."""
+        told = {VERSION: ",".join(str(version) for version in texts.versions)}
+        if self._decode is not None:
+            acted = sorted({touch.lesson for choice in texts.choices for touch in choice.touched})
+            told[LESSONS] = ",".join(map(str, acted)) or "untouched"
+        return told
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
         """The chunk that goes before the first text of a choice, if there is one."""
@@ -228,7 +283,7 @@ class ChatReplyFormat(ReplyFormat):
 
 def add_openai_routes(app: FastAPI, service: Service, settings: ServeSettings, metrics: Metrics) -> None:
     started = int(time.time())
-    template = CHAT_TEMPLATES[settings.chat]
+    template = chat_template(settings.chat, service.tokenizer)
 
     def described(name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": started, "owned_by": "attractor"}
@@ -251,7 +306,9 @@ def add_openai_routes(app: FastAPI, service: Service, settings: ServeSettings, m
         limit = form.max_tokens or 16
         check_size(form, number_of_prompts(form), limit, settings)
         prompts = await run_in_threadpool(completion_prompts, service, settings, form)
-        return await answer(request, form, prompts, limit, form.stop or [], CompletionReplyFormat(form))
+        return await answer(
+            request, form, prompts, limit, form.stop or [], CompletionReplyFormat(form, service)
+        )
 
     @app.post("/v1/chat/completions", responses=STREAM)
     @needs("generate")
@@ -264,7 +321,7 @@ def add_openai_routes(app: FastAPI, service: Service, settings: ServeSettings, m
             text = template.prompt(messages)
         prompts = await run_in_threadpool(read_prompts, service, settings, form, [text], "messages")
         stops = [*(form.stop or []), *template.stops]
-        return await answer(request, form, prompts, limit, stops, ChatReplyFormat(form))
+        return await answer(request, form, prompts, limit, stops, ChatReplyFormat(form, service))
 
     async def answer(
         request: Request,
@@ -283,10 +340,9 @@ def add_openai_routes(app: FastAPI, service: Service, settings: ServeSettings, m
             if form.stream:
                 return await _stream(request, texts, reply_format)
             await while_connected(request, _all(texts))
-            versions = ",".join(str(version) for version in texts.versions)
-            reply = reply_format.whole(texts)
+            reply, headers = reply_format.whole(texts), reply_format.headers(texts)
             texts.done()
-            return Reply(reply, headers={VERSION: versions})
+            return Reply(reply, headers=headers)
         except Disconnected:
             texts.done()
             return Reply({}, 499)  # there is no client any more

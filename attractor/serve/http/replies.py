@@ -15,6 +15,8 @@ from starlette.responses import JSONResponse
 from attractor.serve.errors import Busy, KeyReused, Refused, Unavailable
 
 VERSION = "X-Attractor-Version"
+LESSONS = "X-Attractor-Lessons"
+"""The lessons that acted on a text, or "untouched" where none did."""
 PATH = re.compile(r"""(?<![\w:/.<])(?:~|\.{0,2})/[^\s'",;:)]+""")
 TYPES = {
     400: "invalid_request_error",

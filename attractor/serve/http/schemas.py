@@ -6,9 +6,11 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from attractor.serve.http.replies import Problem
+from attractor.serve.learning.asked import Said
 
 MOST_FIELDS = 64
 SOURCE = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+KEY = r"^[!-~]{1,128}$"
 REFUSED: dict[str, Callable[[Any], bool]] = {
     "audio": lambda value: False,
     "frequency_penalty": lambda value: value == 0,
@@ -43,7 +45,7 @@ List = Annotated[list[Element], Field(fail_fast=True)]
 Text = Annotated[str, AfterValidator(_unicode)]
 Token = Annotated[int, Field(ge=0)]
 Stop = Annotated[str, AfterValidator(_unicode), Field(min_length=1, max_length=256)]
-IdempotencyKey = Annotated[str, Field(pattern=r"^[!-~]{1,128}$")]
+IdempotencyKey = Annotated[str, Field(pattern=KEY)]
 Source = Annotated[str, Field(pattern=SOURCE)]
 
 
@@ -167,6 +169,60 @@ class LearnForm(Form):
     def one_of_both(self) -> "LearnForm":
         if (self.text is None) == (self.texts is None):
             raise Problem(422, "give either 'text' or 'texts'", param="text")
+        return self
+
+
+class PairForm(Form):
+    """A question or the beginning of a sentence, and what is to follow it."""
+
+    prompt: Text | None = None
+    question: Text | None = None
+    answer: Text
+
+
+def pair_of(form: str | list[str] | PairForm) -> str | tuple[str, str]:
+    if isinstance(form, PairForm):
+        return form.prompt or form.question or "", form.answer
+    return form if isinstance(form, str) else (form[0], form[1])
+
+
+class LessonForm(Form):
+    """What a lesson says: a text about a subject, or several forms of it."""
+
+    subject: Annotated[Text, Field(min_length=1, max_length=256)] | None = None
+    text: Text | None = Field(default=None, description="A sentence or a document; it needs a subject")
+    forms: List[Text | Annotated[List[Text], Field(min_length=2, max_length=2)] | PairForm] | None = Field(
+        default=None, min_length=1, description='Sentences, ["PROMPT", "ANSWER"], or {"question", "answer"}'
+    )
+    idempotency_key: IdempotencyKey | None = None
+
+    @property
+    def said(self) -> Said:
+        forms = None if self.forms is None else [pair_of(form) for form in self.forms]
+        return Said(self.text, forms, self.subject)
+
+    @model_validator(mode="after")
+    def says_something(self) -> "LessonForm":
+        if (self.text is None) == (self.forms is None):
+            raise Problem(422, "give either 'text' with a 'subject', or 'forms'", param="text")
+        return self
+
+
+class LessonsForm(LessonForm):
+    """One lesson, or several."""
+
+    lessons: List[LessonForm] | None = Field(default=None, min_length=1)
+    source: Source = "default"
+    require_known: bool = Field(
+        default=False, description="Refuse a lesson of which not all forms are completed afterwards"
+    )
+
+    @model_validator(mode="after")
+    def says_something(self) -> "LessonsForm":
+        if sum(given is not None for given in (self.text, self.forms, self.lessons)) != 1:
+            raise Problem(422, "give 'text' with a 'subject', or 'forms', or 'lessons'", param="text")
+        if self.lessons and any(lesson.idempotency_key for lesson in self.lessons):
+            raise Problem(422, "a key is for the whole request: give it beside 'lessons'", param="lessons")
         return self
 
 

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from attractor.config import check_choice, check_number, check_size
 
-ChatName = Literal["transcript", "chatml"]
+ChatName = Literal["model", "transcript", "chatml"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -16,11 +16,14 @@ class ServeSettings:
     port: int = 8000
     keys: str | Path | None = None
     """A file of keys (`attractor.serve.http.auth.add_key`). Without it only this machine is answered."""
-    chat: ChatName = "transcript"
-    """How messages become a prompt: as a transcript, or with the marks of instruction-tuned models."""
+    chat: ChatName | None = None
+    """How messages become a prompt: as the model was trained to chat, as a transcript, or with the marks of
+    many instruction-tuned models. By default as the model was trained, or else as a transcript."""
 
     max_body: int = 4 << 20
     """The largest body of a request, in bytes."""
+    max_file: int = 256 << 20
+    """The largest file of lessons that is taken over, in bytes."""
     body_timeout: float = 30.0
     """The seconds within which the whole body of a request must arrive."""
     idle_timeout: float = 30.0
@@ -45,9 +48,11 @@ class ServeSettings:
     """The most texts of a lesson."""
 
     def __post_init__(self) -> None:
-        check_choice("chat", self.chat, get_args(ChatName))
+        if self.chat is not None:
+            check_choice("chat", self.chat, get_args(ChatName))
         for name in (
             "max_body",
+            "max_file",
             "max_depth",
             "max_prompt_characters",
             "max_prompt_tokens",

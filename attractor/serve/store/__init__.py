@@ -1,7 +1,18 @@
 """What a server must not lose: every lesson in one SQLite database, and all that can be made of them."""
 
-from attractor.serve.store.states import SourceState, State
-from attractor.serve.store.store import Store, SyncName
+from attractor.serve.store.states import LessonState, SourceState, State
+from attractor.serve.store.store import Change, Store, SyncName
 from attractor.serve.store.tools import Report, backup, show, verify
 
-__all__ = ["Report", "SourceState", "State", "Store", "SyncName", "backup", "show", "verify"]
+__all__ = [
+    "Change",
+    "LessonState",
+    "Report",
+    "SourceState",
+    "State",
+    "Store",
+    "SyncName",
+    "backup",
+    "show",
+    "verify",
+]

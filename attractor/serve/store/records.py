@@ -6,7 +6,11 @@ alone. Its kinds are
     lesson      source, fields, delta: what the lesson changed of its source, and the source's counters now
     drop        source: it is gone, and a rollback can bring it back
     erase       source: it is gone for good; the deltas of its lessons were removed from the database
-    rollback    target: the sources are as they were at that version, without those that were erased since
+    rollback    target: everything is as it was at that version, without what was erased since
+    calibration fields, delta: what the layer of lessons measured before it was taught anything
+
+Where lessons own their patches, a record says in `target` which lesson it is about: its delta is all of that
+lesson and takes the place of an earlier one, and `drop` and `erase` are of this lesson alone.
 
 The column `chain` is the SHA-256 of everything in the row but the delta, of the delta's own SHA-256, and of
 the chain of the row before. So no record can be removed, repeated, moved or altered unnoticed, and a delta
@@ -24,14 +28,14 @@ from typing import Any
 from attractor.continual.delta import Delta
 from attractor.serve.errors import StoreDamaged
 
-KINDS = ("lesson", "drop", "erase", "rollback")
+KINDS = ("lesson", "drop", "erase", "rollback", "calibration")
+WITH_DELTA = ("lesson", "calibration")
 CHAINED = (
     *("number", "kind", "source", "target", "key", "sender", "content"),
     *("answer", "fields", "at", "delta_sha256"),
 )
 """The columns that the chain covers, in this order, after the chain of the row before."""
 COLUMNS = ", ".join(CHAINED)
-LINE = {"source": "source", "target": "to", "at": "at"}
 
 
 @dataclass(frozen=True)
@@ -88,9 +92,12 @@ class Outline:
         self.last, self.chain = 0, first_chain(identity)
         self.rollbacks: dict[int, int] = {}  # version -> the version that it is like, in rising order
         self.erased: dict[str, int] = {}  # source -> the version that erased it
+        self.erased_lessons: dict[int, int] = {}  # number of a lesson -> the version that erased it
+        self.lessons: dict[int, tuple[str, int]] = {}  # number -> source, and the newest record of it
+        self.calibration: int | None = None  # its record
         self.keys: dict[str, int] = {}  # idempotency key -> the record it came with
         self.taught: dict[str, int] = {}  # source -> the record of its last lesson
-        self.taken_back = 0  # the newest version that is not a lesson
+        self.taken_back = 0  # the newest version that is neither a lesson nor a calibration
 
     def add(self, row: Row, chain: str) -> None:
         self.last, self.chain = row.number, chain
@@ -99,6 +106,10 @@ class Outline:
         if row.kind == "lesson":
             assert row.source is not None
             self.taught[row.source] = row.number
+            if row.target is not None:
+                self.lessons[row.target] = (row.source, row.number)
+        elif row.kind == "calibration":
+            self.calibration = row.number
         else:
             self.taken_back = row.number
         if row.kind == "rollback":
@@ -106,11 +117,17 @@ class Outline:
             self.rollbacks[row.number] = row.target
         if row.kind == "erase":
             assert row.source is not None
-            self.erased[row.source] = row.number
+            if row.target is None:
+                self.erased[row.source] = row.number
+            else:
+                self.erased_lessons[row.target] = row.number
 
-    def is_erased(self, source: str, version: int) -> bool:
-        """Whether what this source had taught at a version was erased later."""
-        return self.erased.get(source, 0) > version
+    def is_erased(self, source: str, lesson: int | None, version: int) -> bool:
+        """Whether what this source, or this lesson of it, had taught at a version was erased later."""
+        erased = self.erased.get(source, 0)
+        if lesson is not None:
+            erased = max(erased, self.erased_lessons.get(lesson, 0))
+        return erased > version
 
 
 def walk(database: sqlite3.Connection, path: Path, identity: str) -> Iterator[tuple[Row, str, bool]]:
@@ -172,7 +189,8 @@ def history_line(told: dict[str, Any]) -> dict[str, Any]:
     """What there is to know of a version in a list of them."""
     answer = told["answer"]
     line = {"version": told["number"], "kind": told["kind"]}
-    line |= {new: told[name] for name, new in LINE.items() if name in told}
+    names = {"source": "source", "target": "to" if told["kind"] == "rollback" else "lesson", "at": "at"}
+    line |= {new: told[name] for name, new in names.items() if name in told}
     line |= {name: answer[name] for name in ("loss", "tokens") if isinstance(answer.get(name), int | float)}
     patches = answer.get("patches")
     if isinstance(patches, dict):

@@ -1,4 +1,4 @@
-"""States: what all records up to a version make of the base, as one delta for each source.
+"""States: what all records up to a version make of the base, as one delta for each source or lesson.
 
 They are kept in two tables, a part of at most 4 MB at a time. In lessons.db they are what the oldest versions
 start from; in snapshots.db they make reading shorter, and can be had again from the records.
@@ -41,13 +41,41 @@ class SourceState:
 
 
 @dataclass
+class LessonState:
+    """A lesson that owns its patches, at a version: its delta is all of it."""
+
+    source: str
+    delta: Delta
+    fields: dict[str, Any]
+    version: int  # that it was taught, or learned again, with
+
+
+@dataclass
 class State:
     version: int = 0
     sources: dict[str, SourceState] = field(default_factory=dict)
+    lessons: dict[int, LessonState] = field(default_factory=dict)  # by their numbers
 
     @property
     def nbytes(self) -> int:
-        return sum(delta.nbytes for own in self.sources.values() for delta in own.pile)
+        piles = [*(own.pile for own in self.sources.values()), [own.delta for own in self.lessons.values()]]
+        return sum(delta.nbytes for pile in piles for delta in pile)
+
+    def learn(
+        self, source: str, lesson: int | None, delta: Delta, fields: dict[str, Any], version: int
+    ) -> None:
+        if lesson is None:
+            self.sources.setdefault(source, SourceState()).learn(delta, fields, version)
+        else:
+            self.lessons[lesson] = LessonState(source, delta, fields, version)
+
+    def drop(self, source: str, lesson: int | None) -> None:
+        """A lesson, or all that a source taught."""
+        if lesson is None:
+            self.sources.pop(source, None)
+            self.lessons = {number: own for number, own in self.lessons.items() if own.source != source}
+        else:
+            self.lessons.pop(lesson, None)
 
 
 def paced(items: Iterable[Item], share: float) -> Iterator[Item]:
@@ -108,6 +136,9 @@ def _parts(state: State) -> Iterator[tuple[str, str, Delta]]:
         yield source, about, next(pieces, Delta())
         for piece in pieces:
             yield source, about, piece
+    for number, lesson in state.lessons.items():
+        told = {"version": lesson.version, "fields": lesson.fields, "lesson": number}
+        yield lesson.source, packed(told, f"what is kept of lesson {number}"), lesson.delta
 
 
 def _hash(version: int, chain: str, listed: list[list[Any]]) -> str:
@@ -124,11 +155,11 @@ def load(database: sqlite3.Connection, path: Path, version: int, chain: str, out
         for *about, data in database.execute(query, [version]):
             listed.append(about)
             source, text, expected = about
-            if outline.is_erased(source, version):
-                continue
-            delta, told = delta_in(path, data, expected), json.loads(text)
-            own = state.sources.setdefault(source, SourceState())
-            own.learn(delta, told["fields"], told["version"])
+            told = json.loads(text)
+            lesson = told.get("lesson")
+            if not outline.is_erased(source, lesson, version):
+                delta = delta_in(path, data, expected)
+                state.learn(source, lesson, delta, told["fields"], told["version"])
         is_whole = row == (chain, _hash(version, chain, listed))
     except StoreDamaged as error:
         raise StoreDamaged(path, f"in the state of version {version}, {error.reason}") from error

@@ -17,6 +17,7 @@ import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, get_args
@@ -40,6 +41,7 @@ from attractor.serve.store.database import (
 )
 from attractor.serve.store.records import (
     KINDS,
+    WITH_DELTA,
     Outline,
     Row,
     chain_of,
@@ -52,7 +54,7 @@ from attractor.serve.store.records import (
     told_by,
     walk,
 )
-from attractor.serve.store.states import SourceState, State, paced
+from attractor.serve.store.states import State, paced
 
 log = logging.getLogger("attractor")
 
@@ -63,6 +65,21 @@ Span = tuple[int, int]
 """The records after one number up to another."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What a record is to say; `Store.commit` describes it."""
+
+    kind: str
+    answer: Mapping[str, Any]
+    source: str | None = None
+    target: int | None = None
+    fields: Mapping[str, Any] | None = None
+    delta: Delta | None = None
+    key: str | None = None
+    sender: str | None = None
+    content: str | None = None
+
+
 class Store:
     """Safe to use from several threads. One process at a time has it open."""
 
@@ -70,7 +87,8 @@ class Store:
 
     def __init__(self, folder: Path, identity: str, sync: SyncName, keep: int, folder_lock: int) -> None:
         """Use `open`."""
-        self.folder, self._keep, self._folder_lock = folder, keep, folder_lock
+        self.folder, self.identity = folder, identity
+        self._keep, self._folder_lock = keep, folder_lock
         self._lessons, self._snapshots = folder / LESSONS, folder / SNAPSHOTS
         self._acknowledged = Acknowledged(folder) if sync == "always" else None
         self._lock = threading.Lock()  # held for a commit, or for less
@@ -177,6 +195,16 @@ class Store:
         """Whether there are lessons of a source that were not erased, live or not."""
         return self.outline.taught.get(source, 0) > self.outline.erased.get(source, 0)
 
+    def source_of(self, lesson: int) -> str | None:
+        """The source of a lesson that was not erased, live or not."""
+        source, number = self.outline.lessons.get(lesson, ("", 0))
+        return None if not number or self.outline.is_erased(source, lesson, number) else source
+
+    @property
+    def next_lesson(self) -> int:
+        """The number of a new lesson: none is ever given twice."""
+        return 1 + max(self.outline.lessons, default=-1)
+
     @property
     def nbytes(self) -> int:
         """Of all files."""
@@ -188,62 +216,69 @@ class Store:
 
     # --- writing
 
-    def commit(
-        self,
-        kind: str,
-        answer: Mapping[str, Any],
-        *,
-        at: str,
-        source: str | None = None,
-        target: int | None = None,
-        fields: Mapping[str, Any] | None = None,
-        delta: Delta | None = None,
-        key: str | None = None,
-        sender: str | None = None,
-        content: str | None = None,
-    ) -> int:
+    def commit(self, kind: str, answer: Mapping[str, Any], *, at: str, **columns: Any) -> int:
         """The new version. A ValueError for what could not be read again, an OSError where the disk fails.
 
-        A `key` comes with a hash of the `content` it stands for, and with its `sender` if that is known.
+        Other columns are those of a `Change`: a `key` comes with a hash of the `content` it stands for, and
+        with its `sender` if that is known.
         """
-        if delta is not None:
-            delta.check()
-        data = None if delta is None else delta.to_bytes()
-        with self._snapshotting if kind == "erase" else nullcontext(), self._lock:
-            row = Row(
-                number=self.last + 1,
-                kind=kind,
-                source=source,
-                target=target,
-                key=key,
-                sender=sender,
-                content=content,
-                answer=packed(answer, "the answer"),
-                fields=None if fields is None else packed(fields, "fields"),
-                at=at,
-                delta_sha256=None if data is None else sha256(data),
-            )
-            self._check(row)
-            chain = row.chain(self.outline.chain)
-            if kind == "erase":
+        return self.commit_all([Change(kind=kind, answer=answer, **columns)], at=at)
+
+    def commit_all(self, changes: Sequence[Change], *, at: str) -> int:
+        """Records one after the other, all of them or none; the last one's version."""
+        for change in changes:
+            if change.delta is not None:
+                change.delta.check()
+        packages = [None if change.delta is None else change.delta.to_bytes() for change in changes]
+        erases = any(change.kind == "erase" for change in changes)
+        with self._snapshotting if erases else nullcontext(), self._lock:
+            rows = self._rows(changes, packages, at)
+            if erases:
                 self._forget_snapshots()
             with sql(self._lessons):
                 try:
                     with transaction(self._records):
-                        insert(self._records, row, chain, data)
-                        if kind == "erase":
-                            self._remove_deltas(source)
+                        for (row, chain), data in zip(rows, packages, strict=True):
+                            if row.kind == "erase":
+                                self._remove_deltas(row.source, row.target)
+                            insert(self._records, row, chain, data)
                 except BaseException:
                     empty_log(self._records, patience=0)
                     raise
-            self.outline.add(row, chain)
-            self._logged += len(data or b"") + len(row.answer)
-            self._promise(row.number, chain)
-            if kind == "erase" and not empty_log(self._records):
+            for (row, chain), data in zip(rows, packages, strict=True):
+                self.outline.add(row, chain)
+                self._logged += len(data or b"") + len(row.answer)
+            self._promise(self.outline.last, self.outline.chain)
+            if erases and not empty_log(self._records):
                 log.warning(
                     "what was erased is in %s-wal until those who read it now have ended", self._lessons
                 )
-            return row.number
+            return self.last
+
+    def _rows(
+        self, changes: Sequence[Change], packages: Sequence[bytes | None], at: str
+    ) -> list[tuple[Row, str]]:
+        """Rows for these changes, each with its chain; nothing is written yet."""
+        rows: list[tuple[Row, str]] = []
+        chain = self.outline.chain
+        for place, (change, data) in enumerate(zip(changes, packages, strict=True)):
+            row = Row(
+                number=self.last + 1 + place,
+                kind=change.kind,
+                source=change.source,
+                target=change.target,
+                key=change.key,
+                sender=change.sender,
+                content=change.content,
+                answer=packed(change.answer, "the answer"),
+                fields=None if change.fields is None else packed(change.fields, "fields"),
+                at=at,
+                delta_sha256=None if data is None else sha256(data),
+            )
+            self._check(row)
+            chain = row.chain(chain)
+            rows.append((row, chain))
+        return rows
 
     def _check(self, row: Row) -> None:
         if self._closed:
@@ -254,19 +289,22 @@ class Store:
             raise KeyReused(f"the key {row.key!r} came with record {self.outline.keys[row.key]} before")
         if row.kind == "rollback":
             self._check_version(row.target)
-        if (row.source is None) != (row.kind == "rollback") or row.source == "":
+        if (row.source is None) != (row.kind in ("rollback", "calibration")) or row.source == "":
             raise ValueError(f"source={row.source!r} cannot be that of a {row.kind}")
-        if (row.target is not None) != (row.kind == "rollback"):
+        if row.target is not None and (row.kind == "calibration" or row.target < 0):
             raise ValueError(f"target={row.target!r} cannot be that of a {row.kind}")
-        if (row.fields is None or row.delta_sha256 is None) == (row.kind == "lesson"):
-            raise ValueError(f"lessons have fields and a delta, and nothing else has: this is a {row.kind}")
+        if (row.fields is None or row.delta_sha256 is None) == (row.kind in WITH_DELTA):
+            raise ValueError(
+                f"lessons and calibrations have fields and a delta, nothing else has: this is a {row.kind}"
+            )
 
-    def _remove_deltas(self, source: str | None) -> None:
+    def _remove_deltas(self, source: str | None, lesson: int | None) -> None:
         """Their hashes stay, and so the chain can be checked."""
-        self._records.execute(
-            "UPDATE records SET delta = NULL WHERE source = ? AND delta IS NOT NULL", [source]
-        )
-        self._records.execute("UPDATE parts SET delta = NULL WHERE source = ?", [source])
+        of_lesson = [] if lesson is None else [lesson]
+        which = "source = ? AND delta IS NOT NULL" + (" AND target = ?" if of_lesson else "")
+        self._records.execute(f"UPDATE records SET delta = NULL WHERE {which}", [source, *of_lesson])
+        which = "source = ?" + (" AND about ->> 'lesson' = ?" if of_lesson else "")
+        self._records.execute(f"UPDATE parts SET delta = NULL WHERE {which}", [source, *of_lesson])
 
     def _forget_snapshots(self) -> None:
         """An erased source must not be found there either."""
@@ -313,6 +351,15 @@ class Store:
                     "one"
                 )
             return next(told_by(database, "number = ?", [number]))["answer"]
+
+    def calibration(self) -> tuple[dict[str, Any], Delta] | None:
+        """What the layer of lessons measured at first; None where there is no such record."""
+        if (number := self.outline.calibration) is None:
+            return None
+        query = "SELECT fields, delta_sha256, delta FROM records WHERE number = ?"
+        with sql(self._lessons), reader(self._lessons) as database:
+            fields, expected, data = database.execute(query, [number]).fetchone()
+        return json.loads(fields), delta_in(self._lessons, data, expected, number)
 
     def history(self, limit: int, before: int | None = None) -> list[dict[str, Any]]:
         """A line for each version, the newest first."""
@@ -383,18 +430,17 @@ class Store:
         self, database: sqlite3.Connection, state: State, after: int, upto: int, share: float
     ) -> None:
         query = (
-            "SELECT number, kind, source, fields, delta_sha256, delta FROM records "
+            "SELECT number, kind, source, target, fields, delta_sha256, delta FROM records "
             "WHERE number > ? AND number <= ? ORDER BY number"
         )
-        for number, kind, source, fields, expected, data in paced(
+        for number, kind, source, target, fields, expected, data in paced(
             database.execute(query, [after, upto]), share
         ):
-            if kind != "lesson":
-                state.sources.pop(source, None)
-            elif not self.outline.is_erased(source, number):
+            if kind in ("drop", "erase"):
+                state.drop(source, target)
+            elif kind == "lesson" and not self.outline.is_erased(source, target, number):
                 delta = delta_in(self._lessons, data, expected, number)
-                own = state.sources.setdefault(source, SourceState())
-                own.learn(delta, json.loads(fields), number)
+                state.learn(source, target, delta, json.loads(fields), number)
 
     def _check_version(self, version: int | None) -> None:
         if version is None or not self.oldest <= version <= self.last:
@@ -461,7 +507,7 @@ class Store:
                 for version in set(self._roots) - needed:
                     self._records.execute("DELETE FROM states WHERE version = ?", [version])
             self._roots = sorted(needed)
-        query = "SELECT number FROM records WHERE number <= ? AND delta IS NOT NULL"
+        query = "SELECT number FROM records WHERE number <= ? AND delta IS NOT NULL AND kind = 'lesson'"
         with sql(self._lessons):
             with self._lock:
                 leaving = self._records.execute(query, [oldest]).fetchall()

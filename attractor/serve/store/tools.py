@@ -22,7 +22,7 @@ from attractor.serve.store.database import (
     sql,
     sync_folder,
 )
-from attractor.serve.store.records import Outline, check_promise, delta_in, told_by, walk
+from attractor.serve.store.records import WITH_DELTA, Outline, check_promise, delta_in, told_by, walk
 
 
 @dataclass
@@ -70,12 +70,14 @@ def verify(folder: str | Path) -> Report:
         for row, chain, _ in rows:
             outline.add(row, chain)
             chains[row.number] = chain
-        report.last, report.erased = outline.last, sorted(outline.erased)
+        report.last = outline.last
+        report.erased = [*sorted(outline.erased), *(f"lesson {n}" for n in sorted(outline.erased_lessons))]
         with _noted(report):
             check_promise(path, Acknowledged(path.parent).read(), [chain for _, chain, _ in rows])
         for row, _, has_delta in rows:
-            is_gone = row.number <= report.oldest or outline.is_erased(row.source or "", row.number)
-            if row.kind == "lesson" and (has_delta or not is_gone):
+            is_old = row.number <= report.oldest and row.kind == "lesson"
+            is_gone = is_old or outline.is_erased(row.source or "", row.target, row.number)
+            if row.kind in WITH_DELTA and (has_delta or not is_gone):
                 with _noted(report), sql(path):
                     query = "SELECT delta, delta_sha256 FROM records WHERE number = ?"
                     data, expected = database.execute(query, [row.number]).fetchone()

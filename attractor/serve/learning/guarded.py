@@ -1,11 +1,7 @@
-"""The one writer: tries a lesson, lets the rules judge it, makes it durable, and then shows it to readers.
+"""The writer of a guarded model: tries a text, lets the rules judge it, makes it durable, and then shows it.
 
-    teacher = Teacher(GuardedLearner(model, tokenizer, config), store, canaries, rules)
-    teacher.publication                       # what readers read, never written again
-    teacher.learn(["a text"], "kjv", key="k1"); teacher.rollback(7); teacher.forget("kjv")
-
-Not for several threads: whoever serves calls it from one. A lesson that fails, is refused or cannot be made
-durable leaves every byte as it was.
+teacher = GuardedTeacher(GuardedLearner(model, tokenizer, config), store, canaries, rules)
+teacher.learn(["a text"], "kjv", key="k1"); teacher.rollback(7); teacher.forget("kjv")
 """
 
 import hashlib
@@ -13,8 +9,7 @@ import json
 import logging
 import math
 from collections import deque
-from collections.abc import Callable
-from datetime import UTC, datetime
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +21,8 @@ from attractor.continual.guarded import GuardedLearner, Source
 from attractor.continual.observation import Observation
 from attractor.continual.update import NotFiniteUpdate, Undo, delta_of
 from attractor.serve.decode.sequences import Publication
-from attractor.serve.effects import (
+from attractor.serve.errors import Busy, Refused, StoreDamaged, Unavailable
+from attractor.serve.learning.effects import (
     WEIGHTS,
     Frames,
     fields_of,
@@ -35,14 +31,11 @@ from attractor.serve.effects import (
     reading_copy,
     tensors_of,
 )
-from attractor.serve.errors import Busy, Refused, StoreDamaged, Unavailable
-from attractor.serve.rules import Canaries, Rules
-from attractor.serve.store import State, Store
+from attractor.serve.learning.rules import Canaries, Rules
+from attractor.serve.learning.teacher import RECENT, Teacher, Teaches
+from attractor.serve.store import Change, State, Store
 
 log = logging.getLogger("attractor")
-
-RECENT = 512
-"""Lessons of which the course is kept for charts."""
 
 
 def identity(learner: GuardedLearner) -> str:
@@ -55,11 +48,6 @@ def identity(learner: GuardedLearner) -> str:
     return f"{learner.base_hash}/{hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:16]}"
 
 
-def content(*parts: Any) -> str:
-    """A hash of what was asked for, which its idempotency key is bound to."""
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
 class Built(NamedTuple):
     """Sources by name, and all that is known of them."""
 
@@ -70,21 +58,23 @@ class Built(NamedTuple):
     drifts: dict[str, float]
 
 
-class Teacher:
+class GuardedTeacher(Teacher):
+    teaches: Teaches = "texts"
+    keeps_snapshots = True
+
     def __init__(
         self,
         learner: GuardedLearner,
         store: Store,
         canaries: Canaries,
         rules: Rules,
-        publish: Callable[[Publication], None] = lambda publication: None,
     ) -> None:
+        super().__init__(store)
         if learner.config.learn.allocation.mode == "grow":
             raise ValueError('a server keeps the size of its layers: allocation.mode must not be "grow"')
         if learner.sources:
             raise ValueError("a server keeps its own sources: start from a model without overlays")
-        self.learner, self.store, self.canaries, self.rules = learner, store, canaries, rules
-        self.publish = publish
+        self.learner, self.canaries, self.rules = learner, canaries, rules
         self.sources: dict[str, Source] = {}
         self.frames: dict[str, Frames] = {}
         self.learned: dict[str, Delta] = {}  # of weights, since the base
@@ -103,21 +93,13 @@ class Teacher:
         self._publish(store.last)
         self._audit_what_was_there()
 
-    @property
-    def version(self) -> int:
-        return self.publication.version
-
-    @property
-    def is_current(self) -> bool:
-        """Readers have the newest version; if not, showing it failed after it was durable."""
-        return self.version == self.store.last
-
     # --- what changes
 
     def learn(
-        self, texts: list[str], source: str, key: str | None = None, sender: str | None = None
+        self, what: Sequence[str], source: str, key: str | None = None, sender: str | None = None, **_: Any
     ) -> dict[str, Any]:
         """Learn from texts, each without the context of the others: one lesson, whole or not at all."""
+        texts = list(what)
         asked = self._asked(key, sender, "lesson", source, texts)
         if (known := self._known(**asked)) is not None:
             return known
@@ -173,7 +155,7 @@ class Teacher:
             "canaries": figures,
         }
         fields = {**fields_of(held), "lessons": held.version + 1}
-        self._commit("lesson", answer, source=source, fields=fields, delta=delta, **asked)
+        self._commit(Change(kind="lesson", answer=answer, source=source, fields=fields, delta=delta, **asked))
         self._watch(answer["version"], figures)
         self.drifts[source] = worst_drift(figures)
         return answer, weights
@@ -183,17 +165,14 @@ class Teacher:
         asked = self._asked(key, sender, "rollback", version)
         if (known := self._known(**asked)) is not None:
             return known
-        if not self.store.oldest <= version <= self.store.last:
-            raise ValueError(
-                f"version {version} is not kept: there are {self.store.oldest} to {self.store.last}"
-            )
+        self._check_version(version)
         try:
             built = self._built(self.store.state_at(version))
         except (OSError, StoreDamaged) as error:
             log.error("version %d cannot be read: %s", version, error)
             raise Unavailable(f"nothing was changed, because version {version} cannot be read") from error
         answer = {"version": self.store.last + 1, "to": version}
-        self._commit("rollback", answer, target=version, **asked)
+        self._commit(Change(kind="rollback", answer=answer, target=version, **asked))
         self._take(built)
         self.audited = answer["version"]
         self._publish(answer["version"])
@@ -220,7 +199,7 @@ class Teacher:
             "lessons": held.version if held else 0,
             "erased": erase,
         }
-        self._commit("erase" if erase else "drop", answer, source=source, **asked)
+        self._commit(Change(kind="erase" if erase else "drop", answer=answer, source=source, **asked))
         for kept in (self.sources, self.frames, self.learned, self.changed, self.drifts):
             kept.pop(source, None)
         self.audited = answer["version"]
@@ -298,21 +277,6 @@ class Teacher:
 
     # --- inside
 
-    def _asked(self, key: str | None, sender: str | None, *what: Any) -> dict[str, Any]:
-        """What a record keeps of a request: its key, what that is bound to, and who sent it."""
-        return {"key": key, "sender": sender, "content": None if key is None else content(*what)}
-
-    def _known(self, key: str | None, sender: str | None, content: str | None) -> dict[str, Any] | None:
-        """The answer that was given to this key before."""
-        if key is None or content is None:
-            return None
-        try:
-            answer = self.store.answer_to(key, sender, content)
-        except (OSError, StoreDamaged) as error:
-            log.error("what was answered to a key cannot be read: %s", error)
-            raise Unavailable("nothing was changed, because earlier answers cannot be read") from error
-        return None if answer is None else {**answer, "repeated": True}
-
     def _tokens(self, texts: list[str]) -> list[np.ndarray]:
         if not texts:
             raise ValueError("there is no text; give one or more")
@@ -343,18 +307,6 @@ class Teacher:
             switch_rate=config.switch_rate,
         )  # fmt: skip
         return guard.to(self.learner.device).eval()
-
-    def _commit(self, kind: str, answer: dict[str, Any], **columns: Any) -> None:
-        if not self.is_current:
-            raise Unavailable("a version is durable and could not be shown: start the server again")
-        try:
-            self.store.commit(kind, answer, at=now(), **columns)
-        except (OSError, StoreDamaged) as error:
-            log.error("a %s could not be made durable: %s", kind, error)
-            reason = error.reason if isinstance(error, StoreDamaged) else error.strerror or error
-            raise Unavailable(
-                f"nothing was changed, because it could not be made durable: {reason}"
-            ) from error
 
     def _built(self, state: State) -> Built:
         """What lives here of a state of the store; nothing of ours changes yet."""
@@ -408,7 +360,3 @@ class Teacher:
 
 def worst_drift(figures: dict[str, Any]) -> float:
     return max(told["drift"] for told in figures.values())
-
-
-def now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -32,7 +32,8 @@ class Rules(JSONConfig):
     drift: float | None = 2.0
     """Nats per token that a path alone may lose on a canary, over all of its lessons."""
     canary_tokens: int = 512
-    """Of each canary that every lesson is judged by; an audit takes all of it."""
+    """Of each canary that every lesson is judged by; an audit takes all of it. Where lessons are taught, as
+    much as this of the one that the base writes itself: of the others all is taken that fits."""
     audit_every: int = 64
     """Lessons after which whole canaries are read; where one fell, everything goes back to the last audit."""
     lesson_tokens: int = 65_536

@@ -1,0 +1,202 @@
+"""Texts that lessons must leave alone: what the base would write, short prompts, and texts of the operator's.
+
+    canaries = BasinCanaries(net, lessons, {"news": tokens}, rules, context=512)
+    for doing in canaries.prepare(): ...      # once, in pieces
+    verdict = canaries.judge(patches)         # Refused, if one of them suffers from these patches
+    canaries.accept(verdict)                  # once they are there
+
+A lesson acts on a token only if its key lies in a basin. So the keys of all canaries are kept, and a lesson
+whose basins hold none of them changes nothing there, to the bit. Only where it does is a text predicted, with
+the lesson and without.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attractor import ops
+from attractor.continual.lessons import Lessons
+from attractor.evaluate import evaluate
+from attractor.generate import generate
+from attractor.hf.causal import CausalLM
+from attractor.hf.halves import Halves
+from attractor.hf.net import Retrofit
+from attractor.hf.teachable import NAME
+from attractor.serve.errors import Refused, Unavailable
+from attractor.serve.learning.rules import SELF, Rules
+
+WINDOW = 128
+"""Tokens that are read at once: a text is judged by the windows that a lesson enters."""
+MOST = 8192
+"""Tokens of a canary whose keys are kept."""
+CLOSE = 1e-4
+"""So close to a basin counts as inside: passes over batches of other shapes round differently."""
+SHORT = "short prompts"
+WRITTEN = 8
+"""Tokens that the base writes after each short prompt, for this canary."""
+PROMPTS = (
+    "Hello", "Hi!", "Yes", "The", "Once upon a time", "How are you?", "Thank you", "What is your name?",
+    "The capital of France is", "The largest planet is", "Two plus two is", "Water boils at",
+    "The president said", "In the year 1999", "My favourite food is", "She was born in",
+    "He works as a", "Dear Sir or Madam,", "def main():", "import os", "1, 2, 3,", "A:", "Q: Why?",
+    "It was a dark and", "The best way to learn is", "According to the report,", "I think that",
+    "Summary:", "The company was founded in", "The city of London is", "Write a poem about", "Good night",
+)  # fmt: skip
+"""Beginnings that anybody may ask with. A lesson about one of them would change what everybody gets."""
+
+
+@dataclass
+class Canary:
+    windows: list[Tensor] = field(default_factory=list)  # (T) tokens each
+    keys: list[Tensor] = field(default_factory=list)  # (T, m) each
+    base: dict[int, float] = field(default_factory=dict)  # window -> nats under the base
+    rise: dict[int, float] = field(default_factory=dict)  # window -> nats more with all lessons
+
+    def share(self, rise: Mapping[int, float]) -> float:
+        """By how much its perplexity is higher if these windows cost so many nats more."""
+        return math.expm1(sum(rise.values()) / max(1, sum(len(window) - 1 for window in self.windows)))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What lessons that may be published do to the canaries."""
+
+    figures: dict[str, Any]
+    rises: dict[str, dict[int, float]]  # canary -> window -> nats
+
+
+class BasinCanaries:
+    def __init__(
+        self,
+        net: Retrofit,
+        lessons: Lessons,
+        texts: Mapping[str, np.ndarray],
+        rules: Rules,
+        context: int,
+    ) -> None:
+        if reserved := {SELF, SHORT} & texts.keys():
+            raise ValueError(f"{min(reserved)!r} is a canary that the base writes: choose another name")
+        for name, tokens in texts.items():
+            if len(tokens) < 2:
+                raise ValueError(f"canary {name!r} has {len(tokens)} tokens; it needs two or more")
+        self.lessons, self.rules = lessons, rules
+        self.base, self.taught = (CausalLM(net, name, context=context) for name in (None, NAME))
+        self.halves = Halves(net, NAME)
+        self.window = min(WINDOW, context)
+        self.canaries = {name: Canary() for name in (*texts, SHORT, SELF)}
+        self._failure: Exception | None = None
+        self._pending = self._steps({name: np.asarray(text)[:MOST] for name, text in texts.items()})
+
+    def prepare(self) -> Iterator[str]:
+        """Read what was not read yet, a piece at a time, and say what is being read."""
+        while True:  # it goes on where it was left
+            if self._failure is not None:
+                raise Unavailable(f"the canaries could not be read: {self._failure}") from self._failure
+            try:
+                doing = next(self._pending)
+            except StopIteration:
+                return
+            except Exception as error:
+                self._failure = error
+                continue
+            yield doing
+
+    def _steps(self, texts: Mapping[str, np.ndarray]) -> Iterator[str]:
+        for name, tokens in texts.items():
+            for start in range(0, len(tokens) - 1, self.window):
+                yield f"canary {name!r} is being read"
+                self._add(name, tokens[start : start + self.window])
+        for number, prompt in enumerate(PROMPTS):
+            yield f"canary {SHORT!r} is being read ({number} of {len(PROMPTS)})"
+            asked = [int(token) for token in self.lessons.encode(prompt)][: self.window // 2]
+            self._add(SHORT, self._continued(asked, min(WRITTEN, self.window - len(asked))))
+        yield f"canary {SELF!r} is being written"
+        self._add(SELF, self._continued([0], min(self.window - 1, self.rules.canary_tokens)))
+
+    def _continued(self, prompt: list[int], count: int) -> np.ndarray:
+        given = torch.tensor([prompt], device=self.base.device)
+        written = generate(self.base, given, max_tokens=count, temperature=0.0)
+        return np.array([*prompt, *(int(token) for token in written)])
+
+    @torch.no_grad()
+    def _add(self, name: str, tokens: np.ndarray) -> None:
+        """Keep the keys of a window, and what the lessons that are there do to it."""
+        if len(tokens) < 2:
+            return
+        canary, window = self.canaries[name], torch.as_tensor(tokens.astype(np.int64))
+        read = self.halves.read(window[None].to(self.base.device))
+        canary.windows.append(window)
+        canary.keys.append(self.lessons.layer.represent(read.to(self.lessons.layer.encoder.dtype)))
+        patches = [patch for patch, owner in enumerate(self.lessons.owners) if owner >= 0]
+        canary.rise |= self._rises(canary, patches, [len(canary.windows) - 1])
+
+    # --- judging
+
+    def judge(self, patches: Sequence[int]) -> Verdict:
+        """What these patches, which are new, do to the canaries; Refused if one of them would suffer."""
+        rises = {
+            name: canary.rise | self._rises(canary, patches, range(len(canary.windows)))
+            for name, canary in self.canaries.items()
+        }
+        figures = {
+            name: {
+                "rise": canary.share(rises[name]),
+                "most": self.rules.canary_rise,
+                "windows": len(canary.windows),
+                "windows_entered": len(rises[name]),
+            }
+            for name, canary in self.canaries.items()
+        }
+        for name, told in figures.items():
+            if not told["rise"] <= told["most"]:  # NaN is refused too
+                raise Refused(
+                    f"canary {name!r} would be predicted worse: its perplexity would rise by "
+                    f"{told['rise']:.2%}, and {told['most']:.2%} is the most",
+                    figures,
+                )
+        return Verdict(figures, rises)
+
+    def accept(self, verdict: Verdict) -> None:
+        """The lessons that were judged are there now."""
+        for name, rise in verdict.rises.items():
+            self.canaries[name].rise = rise
+
+    def measure_again(self) -> None:
+        """Something was taken back: windows that were entered may not be any more."""
+        patches = [patch for patch, owner in enumerate(self.lessons.owners) if owner >= 0]
+        for canary in self.canaries.values():
+            canary.rise = self._rises(canary, patches, sorted(canary.rise))
+
+    @torch.no_grad()
+    def _rises(self, canary: Canary, patches: Sequence[int], windows: Iterable[int]) -> dict[int, float]:
+        """How many nats more each of these windows costs that has a token in one of the patches."""
+        layer = self.lessons.layer
+        assert layer.radius is not None
+        if not len(patches):
+            return {}
+        prototypes = ops.unit(layer.prototypes[list(patches)].float())
+        radius = layer.radius[list(patches)].float() - CLOSE
+        rises = {}
+        for number in windows:
+            if bool((canary.keys[number] @ prototypes.T > radius).any()):
+                tokens = canary.windows[number].numpy()
+                if number not in canary.base:
+                    canary.base[number] = evaluate(self.base, tokens) * (len(tokens) - 1)
+                rises[number] = evaluate(self.taught, tokens) * (len(tokens) - 1) - canary.base[number]
+        return rises
+
+    def told(self) -> dict[str, dict[str, Any]]:
+        """By how much the perplexity of each canary is higher, and how many of its windows differ at all."""
+        return {
+            name: {
+                "rise": canary.share(canary.rise),
+                "windows": len(canary.windows),
+                "windows_entered": len(canary.rise),
+            }
+            for name, canary in self.canaries.items()
+        }

@@ -1,0 +1,186 @@
+"""What readers of a model with lessons get: a bank of patches that versions share, and radii of their own.
+
+    readers = Readers(net, layer, context)
+    version = readers.after(layer, owners, patches)   # a model that is never changed again
+
+A version is a vector of radii: a patch that is closed in it does not exist for it. So a lesson is written
+into patches that no living version has open, and costs its readers nothing but the vector. Where a patch that
+is needed is still open somewhere, or the bank has grown, the new version gets a bank of its own.
+"""
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from attractor import ops
+from attractor.continual.calibrate import CLOSED
+from attractor.hf.causal import CausalConfig, CausalLM
+from attractor.hf.teachable import NAME
+from attractor.layer import APN, PATCH_ROLES, ROLES
+from attractor.serve.decode.touches import Found
+from attractor.serve.learning.canaries import CLOSE
+from attractor.serve.learning.effects import reading_copy
+
+
+class ReadingLayer(APN):
+    """The layer of lessons for readers: it says which patches acted, and rows may have radii of their own.
+
+    Prototypes are unit vectors. Hardly any token lies in a basin. So one product of matrices tells first
+    which do, and their patches are all that the rest of the mathematics sees.
+    """
+
+    radii: Tensor | None = None  # (B, K) where the rows of a pass are of different versions
+    indices: Tensor  # (n) of the last pass, -1 where no patch acted
+    weights: Tensor  # (n)
+
+    def forward(self, x: Tensor, *, return_stats: bool = False) -> Any:
+        tokens = self._prepare(x)
+        assert self.radius is not None
+        radius = self.radius
+        if self.radii is not None:  # as every token of its row has it
+            radius = self.radii.repeat_interleave(len(tokens) // len(self.radii), 0)
+        exact = ops.routing_precision(tokens)
+        keys = ops.unit(exact.masked_fill(~ops.finite_rows(exact), 0))
+        depth, patch = (keys @ self.prototypes.T - radius).max(1)
+        inside = (depth > -CLOSE).nonzero()[:, 0]
+        update = tokens.new_zeros(len(tokens), self.dim)
+        self.indices = torch.full_like(patch, -1)
+        self.weights = torch.zeros_like(depth)
+        if len(inside):
+            near = patch[inside].unique()
+            edges = radius[near] if self.radii is None else radius[inside][:, near]
+            output = self._among(tokens[inside], near, edges)
+            acted, found = output.indices[:, 0] >= 0, output.indices[:, 0].clamp(min=0)
+            self.indices[inside] = near[found.long()].masked_fill(~acted, -1)
+            self.weights[inside] = output.weights[:, 0].to(self.weights)
+            update[inside] = output.update
+        return update.reshape(*x.shape[:-1], self.dim)
+
+    def _among(self, tokens: Tensor, near: Tensor, radius: Tensor) -> ops.APNOutput:
+        """What the layer does with tokens if it has these patches alone."""
+        assert self.decoder is not None
+        assert self.gate_slope is not None
+        return ops.apn(
+            tokens,
+            self.prototypes[near],
+            self.encoder,
+            self.gate_slope[near],
+            self.gate_bias[near],
+            self.decoder[near],
+            top_k=1,
+            temperature=self.config.temperature,
+            scale=self.config.scale,
+            routing=self.config.routing,
+            radius_K=radius,
+            backend="reference",
+        )
+
+
+class Bank:
+    """The patches of a layer as readers have them, and the lesson that each belongs to."""
+
+    def __init__(self, layer: APN, owners: Sequence[int]) -> None:
+        self.rows = {
+            name: nn.Parameter(reading_rows(name, value).clone(), requires_grad=False)
+            for name, value in layer.named_parameters()
+            if ROLES[name] in PATCH_ROLES
+        }
+        self.owners = list(owners)
+        self.versions: weakref.WeakSet[Version] = weakref.WeakSet()  # that have it
+
+    def can_take(self, layer: APN, patches: Sequence[int]) -> bool:
+        """Whether no living version has any of these patches open, and there are as many as in the layer."""
+        if len(self.owners) != layer.num_patches:
+            return False
+        return not any(bool((version.radius[list(patches)] < CLOSED).any()) for version in self.versions)
+
+    @torch.no_grad()
+    def take(self, layer: APN, owners: Sequence[int], patches: Sequence[int]) -> None:
+        own = dict(layer.named_parameters())
+        for name, value in self.rows.items():
+            value[list(patches)] = reading_rows(name, own[name][list(patches)])
+        for patch in patches:
+            self.owners[patch] = owners[patch]
+
+
+def reading_rows(name: str, rows: Tensor) -> Tensor:
+    """Rows of a bank as readers have them: directions are all that counts of prototypes."""
+    return ops.unit(rows.detach()) if name == "prototypes" else rows.detach()
+
+
+class Readers:
+    """One copy of a model's modules for all readers; the weights of the base are shared with the writer."""
+
+    def __init__(self, model: CausalLM, owners: Sequence[int]) -> None:
+        (number, layer), *_ = model.apn_layers().items()
+        self.with_lessons = cast(CausalLM, reading_copy(model))
+        self.layer = reading_layer(layer)
+        net = self.with_lessons.net
+        cast(nn.ModuleDict, net.retrofits[NAME])[str(number)] = self.layer
+        self.with_lessons.blocks = nn.ModuleDict()  # the writer's own layer, which would be kept alive
+        self.base = CausalLM(net, None, context=model.config.context)
+        self.bank = Bank(layer, owners)
+
+    def after(self, layer: APN, owners: Sequence[int], patches: Sequence[int]) -> "Version":
+        """The version that the writer's layer is now, in which these patches are new."""
+        if self.bank.can_take(layer, patches):
+            self.bank.take(layer, owners, patches)
+        else:
+            self.bank = Bank(layer, owners)
+        assert layer.radius is not None
+        return Version(self, self.bank, layer.radius.clone())
+
+
+class Version(nn.Module):
+    """The model with the lessons of one version. Only the engine's thread reads with it."""
+
+    def __init__(self, readers: Readers, bank: Bank, radius: Tensor) -> None:
+        super().__init__()
+        self._readers = readers
+        self.bank, self.radius = bank, radius
+        bank.versions.add(self)
+
+    @property
+    def config(self) -> CausalConfig:
+        return self._readers.base.config
+
+    @property
+    def device(self) -> torch.device:
+        return self._readers.base.device
+
+    def new_row(self) -> Any:
+        return self._readers.base.new_row()
+
+    def forward(self, tokens: Tensor, *, cache: Any = None) -> Tensor:
+        return self.read_together([self] * len(tokens), tokens, cache)[0]
+
+    def read_together(
+        self, versions: Sequence["Version"], tokens: Tensor, cache: Any
+    ) -> tuple[Tensor, Found]:
+        """Logits, a version for each row, all of one bank; and where lessons acted."""
+        layer, bank = self._readers.layer, self.bank
+        for name, rows in bank.rows.items():
+            setattr(layer, name, rows)
+        is_one = all(version is versions[0] for version in versions)
+        layer.radius = versions[0].radius
+        layer.radii = None if is_one else torch.stack([version.radius for version in versions])
+        logits = self._readers.with_lessons(tokens, cache=cache)
+        found: Found = [[] for _ in versions]
+        acted = (layer.indices >= 0).nonzero()[:, 0]
+        if len(acted):
+            patches, weights = layer.indices[acted].tolist(), layer.weights[acted].tolist()
+            for place, patch, weight in zip(acted.tolist(), patches, weights, strict=True):
+                row, column = divmod(place, tokens.shape[1])
+                found[row].append((column, bank.owners[patch], weight))
+        return logits, found
+
+
+@torch.no_grad()
+def reading_layer(layer: APN) -> ReadingLayer:
+    """A layer for readers with the same whitening and encoder; its patches are set for each pass."""
+    own = ReadingLayer.from_config(layer.dim, layer.config, backend=layer.backend).to(layer.prototypes)
+    own.load_state_dict(layer.state_dict())
+    return own.requires_grad_(False).eval()
