@@ -462,28 +462,35 @@ class Lessons:
         owner = torch.tensor(lesson_of, device=decoder.device)
         vector = torch.zeros(max(lesson_of) + 1, decoder.shape[-1], device=decoder.device)
         velocity = torch.zeros_like(vector)
-        losses: list[Tensor] = []  # of every lesson, in each pass
+        losses = torch.full((len(turns), len(vector)), torch.inf, device=decoder.device)  # when last read
+        read = [-len(turns)] * len(turns)  # in which pass that was
         decoder.requires_grad_(True)
         try:
             for done in range(config.passes):
-                loss, right, gradient = self._gradient(turns[done % len(turns)], len(vector))
-                report(done, right)
-                losses = [*losses, loss][-len(turns) :]
-                goes_on = torch.stack(losses).amax(0) >= config.enough
-                if done >= len(turns) and not goes_on.any():
+                goes_on = losses.amax(0) >= config.enough
+                if not goes_on.any():
                     return done
+                turn = done if done < len(turns) else self._worst(losses[:, goes_on].mean(1), done, read)
+                losses[turn], right, gradient = self._gradient(turns[turn], len(vector))
+                read[turn] = done
+                report(done, right)
                 gradient = torch.zeros_like(vector).index_add_(0, owner, gradient[patches, 0].float())
                 velocity = config.momentum * velocity + ops.unit(gradient)
                 pace = 0.1 + 0.45 * (1 + math.cos(math.pi * done / config.passes))
-                moves = goes_on | (done < len(turns))
-                vector *= 1 - config.decay * pace * moves[:, None]
-                vector -= config.step * self.unit * pace * moves[:, None] * ops.unit(velocity)
+                vector *= 1 - config.decay * pace * goes_on[:, None]
+                vector -= config.step * self.unit * pace * goes_on[:, None] * ops.unit(velocity)
                 with torch.no_grad():
                     decoder[patches, 0] = vector[owner].to(decoder.dtype)
         finally:
             decoder.requires_grad_(False)
             decoder.grad = None
         return config.passes
+
+    @staticmethod
+    def _worst(losses: Tensor, done: int, read: Sequence[int]) -> int:
+        """The turn to read next: the one with the largest loss, times the passes since it was measured."""
+        age = [done - last for last in read]
+        return max(range(len(age)), key=lambda turn: float(losses[turn]) * age[turn])
 
     def _gradient(self, batches: Sequence[Batch], lessons: int) -> tuple[Tensor, float, Tensor]:
         """Each lesson's loss per token of its answers, the share of them predicted, and the gradient."""
