@@ -589,6 +589,37 @@ class TestCalibration:
             cut("abc", encode, 3)
 
 
+def test_patches_that_no_text_enters_take_no_part_in_learning(taught, monkeypatch):
+    """Nor do they change anything: a lesson learned beside all patches is the same lesson."""
+
+    def learned(lessons):
+        sizes, gradient = [], lessons._gradient
+
+        def watched(*given):
+            sizes.append(lessons.layer.num_patches)
+            return gradient(*given)
+
+        monkeypatch.setattr(lessons, "_gradient", watched)
+        banks = {name: id(bank) for name, bank in lessons.layer.named_parameters()}
+        before = lessons.layer.decoder.detach().clone()
+        lesson = lessons.learn(forms("HVB", "3"))
+        own = [patch for patch, owner in enumerate(lessons.owners) if owner == lesson.number]
+        others = [patch for patch in range(len(lessons.owners)) if patch not in own]
+        assert torch.equal(lessons.layer.decoder[others], before[others])
+        assert {name: id(bank) for name, bank in lessons.layer.named_parameters()} == banks
+        return lesson, lessons.layer.decoder.detach()[own], max(sizes)
+
+    _, few, _ = copied(taught)
+    lesson, decoder, size = learned(few)
+    assert size <= 3 * lesson.patches < few.layer.num_patches
+    _, every, _ = copied(taught)
+    monkeypatch.setattr(every, "_entered", lambda turns: set(range(every.layer.num_patches)))
+    same, same_decoder, size = learned(every)
+    assert size == every.layer.num_patches
+    assert same.known == lesson.known
+    assert torch.allclose(decoder, same_decoder, atol=1e-4)
+
+
 class Alike:
     """The lower and upper half of no model: all that is asked is which tokens are alike."""
 

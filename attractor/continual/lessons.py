@@ -13,6 +13,7 @@ what it routes by is always the base's, and patches of earlier lessons never mov
 """
 
 import dataclasses
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ from attractor.continual.forms import (
 )
 from attractor.continual.placing import Placed, Taken, place
 from attractor.continual.reading import Batch, Halves, Reading, Whole
-from attractor.layer import APN
+from attractor.layer import APN, PATCH_ROLES, ROLES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -457,6 +458,19 @@ class Lessons:
         report: Callable[[int, float], None],
     ) -> int:
         """One vector per lesson, by steps of a given length against its own gradient; returns the passes."""
+        entered = self._entered(turns) | set(patches)
+        order = sorted(entered)
+        place = {patch: number for number, patch in enumerate(order)}
+        with self._only(order):
+            return self._descend(turns, [place[patch] for patch in patches], lesson_of, report)
+
+    def _descend(
+        self,
+        turns: Sequence[Sequence[Batch]],
+        patches: list[int],
+        lesson_of: list[int],
+        report: Callable[[int, float], None],
+    ) -> int:
         config, decoder = self.config, self.layer.decoder
         assert decoder is not None
         owner = torch.tensor(lesson_of, device=decoder.device)
@@ -485,6 +499,34 @@ class Lessons:
             decoder.requires_grad_(False)
             decoder.grad = None
         return config.passes
+
+    @torch.no_grad()
+    def _entered(self, turns: Sequence[Sequence[Batch]]) -> set[int]:
+        """The patches that act on any token of these texts."""
+        found: set[int] = set()
+        for batch in itertools.chain.from_iterable(turns):
+            given = self._given(batch).to(self.layer.encoder.dtype)
+            found.update(self.layer(given, return_stats=True)[1].indices.unique().tolist())
+        return found - {-1}
+
+    @contextmanager
+    def _only(self, patches: list[int]) -> Iterator[None]:
+        """For a while the layer has these patches alone, whose decoders may change; others cost nothing."""
+        layer, radius = self.layer, self.layer.radius
+        assert radius is not None
+        named = dict(layer.named_parameters(recurse=False))
+        whole = {name: bank for name, bank in named.items() if ROLES[name] in PATCH_ROLES}
+        for name, bank in whole.items():
+            setattr(layer, name, nn.Parameter(bank.detach()[patches], requires_grad=False))
+        layer.radius = radius[patches]
+        try:
+            yield
+        finally:
+            assert layer.decoder is not None
+            whole["decoder"].detach()[patches] = layer.decoder.detach()
+            for name, bank in whole.items():
+                setattr(layer, name, bank)
+            layer.radius = radius
 
     @staticmethod
     def _worst(losses: Tensor, done: int, read: Sequence[int]) -> int:
