@@ -72,6 +72,8 @@ def scores(
 
 def best_patches(s_nK: Tensor, top_k: int) -> Tensor:
     """(2) K(h) = TopK(s, k), best first; a stable sort, because ties must go to the lower index everywhere"""
+    if top_k == 1:  # the first of equal ones
+        return s_nK.argmax(dim=-1, keepdim=True)
     return s_nK.argsort(dim=-1, descending=True, stable=True)[:, :top_k]
 
 
