@@ -22,6 +22,7 @@ from torch import Tensor
 from attractor.checkpoint import tensors_hash
 from attractor.config import APNConfig, check_choice
 from attractor.files import save_tensors, write_folder
+from attractor.hf.card import MODEL_TYPE, PEFT_TYPE, licence_of, model_card
 from attractor.layer import APN, FLOATS
 from attractor.version import __version__
 
@@ -32,10 +33,13 @@ READ = (1, 2, 3, 4)
 """Formats that can be read; the first had no digest of its configuration, the second no source, the
 third no attention that is read."""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CARD, TYPE = "README.md", "config.json"
+"""For people, and for loaders that do not know retrofits; nothing of ours reads them."""
 CHECKPOINT = "model.safetensors"
 """The state dict of a retrofit, as a Trainer writes it."""
 DESCRIPTION = re.compile(r"retrofits\.([^.]+)\.description")
 """What a state dict calls the description of a retrofit: JSON, as a tensor of bytes."""
+OURS = {CONFIG, WEIGHTS, CARD, TYPE}
 ModeName = Literal["beside", "replace"]
 BOOKKEEPING = ("_name_or_path", "transformers_version", "use_cache", "dtype", "architectures")
 """Fields of a configuration that change no logit (the dtype is that of the weights)."""
@@ -95,28 +99,39 @@ def write(
     mode: ModeName,
     source: str | None = None,
     attention: Sequence[str] = (),
+    about: Mapping[str, str] | None = None,
 ) -> None:
-    """The two files; the folder appears whole or not at all. It may replace a retrofit and nothing else."""
+    """The four files; the folder appears whole or not at all. It may replace a retrofit and nothing else.
+
+    `about` is what the model card is to say besides what the retrofit itself knows, by what it is about.
+    """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: choose a folder to save to")
-    others = {path.name for path in folder.iterdir()} - {CONFIG, WEIGHTS} if folder.is_dir() else set()
+    others = {path.name for path in folder.iterdir()} - OURS if folder.is_dir() else set()
     if others:
         raise ValueError(
             f"{folder} holds {sorted(others)[0]!r}, and saving replaces a folder as a whole: choose another"
         )
-    if (folder / CONFIG).exists() and not _is_ours(folder):
-        raise ValueError(f"{folder} holds an adapter that is no retrofit: choose another folder")
+    if folder.is_dir() and any(folder.iterdir()) and not _is_ours(folder):
+        raise ValueError(f"{folder} holds an adapter or a model that is no retrofit: choose another folder")
+    if (folder / CARD).exists() and not _has_our_card(folder):
+        raise ValueError(f"the {CARD} of {folder} is not as we wrote it: move it, or choose another folder")
     tensors = _tensors_of(layers)
     bad = [name for name, value in tensors.items() if not value.isfinite().all()]
     if bad:
         raise ValueError(f"{bad[0]} holds numbers that are not finite; nothing was saved")
-    described = _describe(model, layers, mode, source, attention)
+    about = dict(about or {})
+    described = _describe(model, layers, mode, source, attention, peft_type=PEFT_TYPE, about=about)
+    type_of_base = _name(next(model.parameters()).dtype)
+    kind = {"model_type": MODEL_TYPE, "architectures": ["Retrofit"], "dtype": type_of_base}
     told = {"format": "pt", "base": described["base"]["weights"], "digest": described["digest"]}
 
     def fill(partial: Path) -> None:
         save_tensors(tensors, partial / WEIGHTS, told)
         (partial / CONFIG).write_text(json.dumps(described, indent=2))
+        (partial / TYPE).write_text(json.dumps(kind, indent=2))
+        (partial / CARD).write_text(model_card(described), encoding="utf-8")
 
     write_folder(folder.absolute(), fill)
 
@@ -167,6 +182,7 @@ def _describe(
     attention: Sequence[str],
     **more: Any,
 ) -> dict[str, Any]:
+    base = whole_path(model.name_or_path) if getattr(model, "name_or_path", "") else None
     described = {
         "format": FORMAT,
         "attractor": __version__,
@@ -176,7 +192,8 @@ def _describe(
             "class": type(model).__name__,
             "config": base_fields(model),
             "weights": tensors_hash(model.state_dict()),
-            "loaded_from": whole_path(model.name_or_path) if getattr(model, "name_or_path", "") else None,
+            "loaded_from": base,
+            "licence": licence_of(base),
         },
         "mode": mode,
         "source": source,
@@ -321,6 +338,15 @@ def _is_ours(folder: Path) -> bool:
     try:
         return {"format", "base", "mode", "layers"} <= json.loads((folder / CONFIG).read_text()).keys()
     except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _has_our_card(folder: Path) -> bool:
+    """Whether the card is what we would write: one that a person has edited must not be lost."""
+    try:
+        described = json.loads((folder / CONFIG).read_text())
+        return (folder / CARD).read_text(encoding="utf-8") == model_card(described)
+    except (OSError, LookupError, TypeError, AttributeError, ValueError):
         return False
 
 

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Unpack, cast
@@ -214,11 +214,16 @@ class Retrofit(nn.Module):
 
     # --- the end
 
-    def save_pretrained(self, folder: str | Path, *, name: str | None = None) -> None:
-        """Write a retrofit (default: the one in use); `load_retrofit(base, folder)` reads it."""
+    def save_pretrained(
+        self, folder: str | Path, *, name: str | None = None, about: Mapping[str, str] | None = None
+    ) -> None:
+        """Write a retrofit (default: the one in use); `load_retrofit(base, folder)` reads it.
+
+        `about` joins the model card: `{"data": "German law", "perplexity": "9.47"}`.
+        """
         if not self.apn_layers(name):
             raise ValueError(f"no retrofit is in use; name one of {sorted(self.modes)}")
-        files.write(folder, self.model, *self._described(name or cast(str, self.active)))
+        files.write(folder, self.model, *self._described(name or cast(str, self.active)), about)
 
     def unload(self) -> Any:
         """The model as it was, with its own modules, and every `requires_grad` as it was found."""
