@@ -12,6 +12,7 @@ import attractor
 from attractor import APNConfig
 from attractor.checkpoint import tensors_hash
 from attractor.hf import files
+from attractor.hf.card import MODEL_TYPE
 
 RETROFITS = Path(__file__).parent / "retrofits"
 
@@ -155,9 +156,11 @@ def test_the_model_card_says_what_is_known(tmp_path):
         net.save_pretrained(tmp_path / "saved")
 
 
-def test_other_loaders_say_what_to_do(saved):
+def test_other_loaders_say_what_to_do(saved, monkeypatch):
     """Nobody gets the base without its layers, nor an error that explains nothing."""
     peft = pytest.importorskip("peft", reason="peft is not installed")
+    registered = transformers.models.auto.configuration_auto.CONFIG_MAPPING._extra_content
+    monkeypatch.delitem(registered, MODEL_TYPE, raising=False)  # another test may have registered it
     with pytest.raises(ValueError, match="which the package attractor-patch-networks loads: see README"):
         transformers.AutoModelForCausalLM.from_pretrained(saved)
     with pytest.raises(ValueError, match="which the package attractor-patch-networks loads: see README"):

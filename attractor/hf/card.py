@@ -68,6 +68,8 @@ model = attractor.load("this-folder")  # finds the base where it was loaded from
 net = attractor.load_retrofit(base, "this-folder")  # onto a base that you have loaded
 ```
 
+With `attractor.hf.register()`, `AutoModelForCausalLM.from_pretrained("this-folder")` does so too.
+
 | | |
 |---|---|
 {table}

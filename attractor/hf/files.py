@@ -123,8 +123,7 @@ def write(
         raise ValueError(f"{bad[0]} holds numbers that are not finite; nothing was saved")
     about = dict(about or {})
     described = _describe(model, layers, mode, source, attention, peft_type=PEFT_TYPE, about=about)
-    type_of_base = _name(next(model.parameters()).dtype)
-    kind = {"model_type": MODEL_TYPE, "architectures": ["Retrofit"], "dtype": type_of_base}
+    kind = {"model_type": MODEL_TYPE, "architectures": ["Retrofit"]}
     told = {"format": "pt", "base": described["base"]["weights"], "digest": described["digest"]}
 
     def fill(partial: Path) -> None:
@@ -192,6 +191,7 @@ def _describe(
             "class": type(model).__name__,
             "config": base_fields(model),
             "weights": tensors_hash(model.state_dict()),
+            "dtype": _name(model.dtype),
             "loaded_from": base,
             "licence": licence_of(base),
         },
@@ -219,16 +219,27 @@ def holds_retrofit(folder: str | Path) -> bool:
 
 def loaded_from(folder: str | Path) -> str | None:
     """The name or path of the base, where the folder of a retrofit says it; earlier releases did not."""
+    found = _base_of(folder).get("loaded_from")
+    return found if isinstance(found, str) else None
+
+
+def dtype_of_base(folder: str | Path) -> torch.dtype:
+    """The dtype of the base's weights; earlier releases did not say it, and loaded bases as float32."""
+    return _dtype(_base_of(folder).get("dtype", "float32"))
+
+
+def _base_of(folder: str | Path) -> Mapping[str, Any]:
     folder = Path(folder)
     try:
         if (folder / CONFIG).exists():
             described = json.loads((folder / CONFIG).read_text())
         else:
             described, _ = _read_checkpoint(folder / CHECKPOINT, None)
-        found = described["base"].get("loaded_from")
+        if not isinstance(described["base"], dict):
+            raise ValueError(f"its base is {described['base']!r}")
+        return described["base"]
     except (OSError, LookupError, TypeError, AttributeError, ValueError, SafetensorError) as error:
         raise ValueError(f"{folder} holds no retrofit that can be read: {error}") from error
-    return found if isinstance(found, str) else None
 
 
 def whole_path(source: str | Path) -> str:

@@ -225,6 +225,13 @@ class Retrofit(nn.Module):
             raise ValueError(f"no retrofit is in use; name one of {sorted(self.modes)}")
         files.write(folder, self.model, *self._described(name or cast(str, self.active)), about)
 
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, **options: Any) -> "Retrofit":
+        """Read a saved retrofit with its base, which is loaded from where the folder says, with `options`."""
+        from attractor.hf.auto import load_with_base
+
+        return load_with_base(folder, **options)
+
     def unload(self) -> Any:
         """The model as it was, with its own modules, and every `requires_grad` as it was found."""
         for site in self.sites.values():
