@@ -72,3 +72,18 @@ def test_a_base_that_cannot_be_had_is_a_clear_error(tmp_path):
 def test_the_configuration_is_registered(tmp_path):
     make(tmp_path)
     assert type(transformers.AutoConfig.from_pretrained(tmp_path / "saved")) is RetrofitConfig
+
+
+def test_a_pipeline_writes_text(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    net = make(tmp_path)
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({chr(48 + i): i for i in range(64)}, unk_token="0")
+    )
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words)
+    options = {"max_new_tokens": 4, "do_sample": False, "return_tensors": True}
+    (written,) = transformers.pipeline("text-generation", str(tmp_path / "saved"), tokenizer=tokenizer)(
+        "5", **options
+    )
+    expected = net.generate(torch.tensor([[5]]), max_new_tokens=4, do_sample=False)[0]
+    assert written["generated_token_ids"] == expected.tolist()

@@ -5,8 +5,8 @@
     net.save_pretrained(folder); attractor.load_retrofit(model, folder); net.unload()
     attractor.hf.register(); AutoModelForCausalLM.from_pretrained(folder)
 
-Nothing here imports transformers but `callback` and `auto`: a program that has a model to retrofit has it
-already.
+Nothing here imports transformers but `callback`, `auto` and `gpt`: a program that has a model to retrofit has
+it already.
 """
 
 from attractor.hf.causal import CausalLM
@@ -16,11 +16,12 @@ __all__ = ["CausalLM", "Retrofit", "load_retrofit", "register", "retrofit"]
 
 
 def register() -> None:
-    """Let the Auto classes of transformers read saved retrofits, with the base where it was loaded from.
+    """Let the Auto classes of transformers read saved retrofits, and what `GPTForCausalLM` saves.
 
     >>> import attractor.hf
     >>> attractor.hf.register()
     >>> from transformers import AutoModelForCausalLM
     >>> net = AutoModelForCausalLM.from_pretrained("runs/folio/adapter")  # doctest: +SKIP
     """
-    import attractor.hf.auto  # noqa: F401 (to import it is to register)
+    import attractor.hf.auto  # to import them is to register
+    import attractor.hf.gpt  # noqa: F401

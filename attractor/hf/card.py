@@ -1,4 +1,4 @@
-"""The files beside a saved retrofit that others read: a model card, and what other loaders say of the folder.
+"""The files beside a saved model that others read: a model card, and what other loaders say of the folder.
 
 `AutoModelForCausalLM` prints the model type that it does not know, and `PeftModel` the type of adapter: both
 say what to do instead.
@@ -75,6 +75,34 @@ With `attractor.hf.register()`, `AutoModelForCausalLM.from_pretrained("this-fold
 {table}
 
 The layers fit this base alone, which is known by its weights; another one is refused.
+"""
+
+
+def gpt_card(config: Mapping[str, Any], parameters: int) -> str:
+    """The README.md of a GPT of this package, by its configuration."""
+    shape = ("ffn", "num_layers", "dim", "num_heads", "context", "vocab_size")
+    table = "\n".join(f"| {name} | {config[name]} |" for name in shape)
+    return f"""---
+library_name: attractor-patch-networks
+pipeline_tag: text-generation
+tags:
+- attractor-patch-networks
+---
+
+# A GPT of Attractor Patch Networks
+
+```python
+import attractor.hf  # pip install "attractor-patch-networks[hf]"
+from transformers import AutoModelForCausalLM
+
+attractor.hf.register()
+model = AutoModelForCausalLM.from_pretrained("this-folder")
+```
+
+| | |
+|---|---|
+{table}
+| parameters | {parameters:,} |
 """
 
 
