@@ -12,6 +12,7 @@ import attractor
 from attractor import APNConfig
 from attractor.checkpoint import tensors_hash
 from attractor.hf import files
+from attractor.hf.card import MODEL_TYPE
 
 RETROFITS = Path(__file__).parent / "retrofits"
 
@@ -26,7 +27,7 @@ def test_saved_and_loaded_are_equal_to_the_last_bit(family, tmp_path):
     net.apn_layers()[1].resize(11)  # layers may have grown apart
     expected = logits(net)
     net.save_pretrained(tmp_path / "saved")
-    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == [files.CONFIG, files.WEIGHTS]
+    assert {path.name for path in (tmp_path / "saved").iterdir()} == files.OURS
     loaded = attractor.load_retrofit(tiny(family), tmp_path / "saved")
     assert torch.equal(logits(loaded), expected)
     assert {name: p.tolist() for name, p in state(loaded).items()} == {
@@ -119,6 +120,57 @@ def test_through_the_models_own_files(tmp_path):
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", device_map="cpu").eval()
     assert torch.equal(logits(base), logits(tiny("opt")))
     assert torch.equal(logits(attractor.load_retrofit(base, tmp_path / "retrofit")), logits(net))
+
+
+# --- what others make of it
+
+
+def test_the_model_card_says_what_is_known(tmp_path):
+    tiny("llama").save_pretrained(tmp_path / "base")
+    (tmp_path / "base" / "README.md").write_text("---\ntags:\n- x\nlicense: apache-2.0\n---\n# A model\n")
+    net = attractor.retrofit(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base"), SMALL)
+    net.save_pretrained(tmp_path / "saved", about={"data": "law | news", "perplexity": "9.47"})
+    card = (tmp_path / "saved" / files.CARD).read_text()
+    header, text = card.removeprefix("---\n").split("---\n", 1)
+    assert "license: apache-2.0\n" in header
+    assert "base_model" not in header  # a folder on this machine means nothing elsewhere
+    assert str(tmp_path) not in card
+    for row in (
+        "| base | a LlamaForCausalLM |",
+        f"| weights of the base | SHA-256 {tensors_hash(net.model.state_dict())} |",
+        "| licence of the base | apache-2.0 |",
+        "| layers | 2, beside the FFNs |",
+        "| patches | 2 of 8, rank 4 |",
+        "| data | law \\| news |",
+        "| perplexity | 9.47 |",
+    ):
+        assert row in text
+    net.model.name_or_path = "org/name"
+    net.save_pretrained(tmp_path / "saved")  # in place of the other, whose card nobody edited
+    card = (tmp_path / "saved" / files.CARD).read_text()
+    assert "base_model: org/name\n" in card
+    assert "license:" not in card
+    assert "| licence of the base | not known" in card
+    (tmp_path / "saved" / files.CARD).write_text(card + "Mine.")
+    with pytest.raises(ValueError, match="is not as we wrote it: move it"):
+        net.save_pretrained(tmp_path / "saved")
+
+
+def test_other_loaders_say_what_to_do(saved, monkeypatch):
+    """Nobody gets the base without its layers, nor an error that explains nothing."""
+    peft = pytest.importorskip("peft", reason="peft is not installed")
+    registered = transformers.models.auto.configuration_auto.CONFIG_MAPPING._extra_content
+    monkeypatch.delitem(registered, MODEL_TYPE, raising=False)  # another test may have registered it
+    with pytest.raises(ValueError, match="which the package attractor-patch-networks loads: see README"):
+        transformers.AutoModelForCausalLM.from_pretrained(saved)
+    with pytest.raises(ValueError, match="which the package attractor-patch-networks loads: see README"):
+        transformers.pipeline("text-generation", model=str(saved))
+    with pytest.raises(KeyError, match=r"this is a retrofit, which attractor\.load_retrofit"):
+        peft.PeftModel.from_pretrained(tiny("llama"), saved)
+    with pytest.raises(KeyError, match=r"this is a retrofit, which attractor\.load_retrofit"):
+        tiny("llama").load_adapter(str(saved))
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        transformers.LlamaForCausalLM.from_pretrained(saved)
 
 
 # --- what is refused
@@ -313,7 +365,7 @@ def test_saving_replaces_retrofits_and_nothing_else(saved, monkeypatch):
         net.save_pretrained(saved / "notes.txt")
     (saved.parent / "peft").mkdir()
     (saved.parent / "peft" / files.CONFIG).write_text('{"peft_type": "LORA"}')
-    with pytest.raises(ValueError, match="holds an adapter that is no retrofit"):
+    with pytest.raises(ValueError, match="that is no retrofit: choose another folder"):
         net.save_pretrained(saved.parent / "peft")
     with torch.no_grad():
         net.apn_layers()[0].encoder[0, 0] = torch.nan

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from families import FAMILIES, SMALL, logits, some_tokens, teach, tiny, transformers
+from safetensors.torch import save_file
 from torch.nn import functional as F
 
 import attractor
@@ -20,6 +21,7 @@ from attractor.evaluate import evaluate, routing, token_losses
 from attractor.generate import generate
 from attractor.hf import CausalLM
 from attractor.hf.callback import APNCallback
+from attractor.hf.files import holds_retrofit, loaded_from
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -151,6 +153,79 @@ def test_trainer_checkpoints_are_small_and_resume(tmp_path):
     trainer(resumed, tmp_path / "run").train(resume_from_checkpoint=str(saved.parent))
     for mine, theirs in zip(resumed.trainable_parameters(), whole.trainable_parameters(), strict=True):
         torch.testing.assert_close(mine, theirs)
+
+
+def test_what_a_trainer_writes_loads_again(tmp_path):
+    tiny("gpt2").save_pretrained(tmp_path / "base")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    net = attractor.retrofit(base, APNConfig(num_patches=8, top_k=3, rank=4, scale=2.0), layers=[1])
+    own = trainer(net, tmp_path / "run", steps=2)
+    own.train()
+    own.save_model(tmp_path / "saved")
+    for folder in (tmp_path / "saved", tmp_path / "run" / "checkpoint-2"):
+        assert holds_retrofit(folder)
+        assert loaded_from(folder) == str(tmp_path / "base")
+        again = attractor.load_retrofit(tiny("gpt2"), folder, name="again")
+        assert torch.equal(logits(again), logits(net.eval()))
+        with pytest.raises(ValueError, match="another base, with weights"):
+            attractor.load_retrofit(tiny("gpt2", seed=1), folder)
+    assert not holds_retrofit(tmp_path / "base")
+    with pytest.raises(ValueError, match="describes no retrofit: it is of another model"):
+        attractor.load_retrofit(tiny("gpt2"), tmp_path / "base")
+
+
+def test_a_trainer_writes_every_retrofit_of_a_net(tmp_path, caplog):
+    net = teach(attractor.retrofit(tiny("llama"), SMALL, name="verse"))
+    net.add("prose", SMALL, layers=[1], read_from=0)
+    teach(net, seed=7)
+    trainer(net, tmp_path / "run").save_model(tmp_path / "saved")
+    for name in ("verse", "prose"):
+        net.use(name)
+        caplog.clear()
+        again = attractor.load_retrofit(tiny("llama"), tmp_path / "saved", name=name)
+        assert f"holds the retrofits prose, verse: only {name!r} is read" in caplog.text
+        assert torch.equal(logits(again), logits(net))
+    with pytest.raises(ValueError, match=r"holds the retrofits \['prose', 'verse'\]: choose one of them"):
+        attractor.load_retrofit(tiny("llama"), tmp_path / "saved")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda state: state.pop("retrofits.default.1.decoder"),
+        lambda state: state.update({"retrofits.default.7.decoder": torch.zeros(1)}),
+        lambda state: state.update({"lm_head.weight": torch.zeros(1)}),
+        lambda state: state["retrofits.default.1.decoder"].view(-1)[3:4].add_(1e-3),
+        lambda state: state["retrofits.default.1.decoder"].view(-1)[3:4].fill_(torch.nan),
+        lambda state: state["retrofits.default.description"][-40:].fill_(32),
+        lambda state: state.update({"retrofits.default.description": torch.zeros(0)}),
+        lambda state: state.update({"retrofits.default.description": torch.ones(3, 3)}),
+        lambda state: state.pop("retrofits.default.description"),
+    ],
+    ids=range(9),
+)
+def test_a_damaged_checkpoint_is_refused(damage, tmp_path):
+    net = attractor.retrofit(tiny("llama"), SMALL)
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    save_file(state, tmp_path / "model.safetensors")
+    attractor.load_retrofit(tiny("llama"), tmp_path)
+    damage(state)
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="holds no retrofit that can be read"):
+        attractor.load_retrofit(tiny("llama"), tmp_path)
+
+
+def test_a_run_does_not_resume_with_other_settings_or_another_base(tmp_path):
+    trainer(attractor.retrofit(tiny("gpt2"), SMALL), tmp_path / "run", steps=2).train()
+    louder = replace(SMALL, scale=3.0)
+    for net, message in (
+        (attractor.retrofit(tiny("gpt2"), louder), "of a retrofit with another layers"),
+        (attractor.retrofit(tiny("gpt2", seed=1), SMALL), "of another base: its weights differ"),
+    ):
+        before = {name: value.clone() for name, value in net.state_dict().items()}
+        with pytest.raises(ValueError, match=message):
+            trainer(net, tmp_path / "run").train(resume_from_checkpoint=True)
+        assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
 
 def test_trainer_with_bfloat16_and_checkpointing(tmp_path):

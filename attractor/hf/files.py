@@ -1,12 +1,15 @@
 """A retrofit on disk: adapter_config.json says what it is, adapter_model.safetensors holds its APN layers.
 
 It fits one base and says which: by its configuration and by a hash of its weights. Reading checks everything
-before it gives anything.
+before it gives anything. What the Trainer of transformers writes is read too: model.safetensors, the state
+dict of a retrofit, which describes itself.
 """
 
 import dataclasses
 import hashlib
 import json
+import logging
+import re
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -19,14 +22,24 @@ from torch import Tensor
 from attractor.checkpoint import tensors_hash
 from attractor.config import APNConfig, check_choice
 from attractor.files import save_tensors, write_folder
+from attractor.hf.card import MODEL_TYPE, PEFT_TYPE, licence_of, model_card
 from attractor.layer import APN, FLOATS
 from attractor.version import __version__
+
+log = logging.getLogger("attractor")
 
 FORMAT = 4
 READ = (1, 2, 3, 4)
 """Formats that can be read; the first had no digest of its configuration, the second no source, the
 third no attention that is read."""
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CARD, TYPE = "README.md", "config.json"
+"""For people, and for loaders that do not know retrofits; nothing of ours reads them."""
+CHECKPOINT = "model.safetensors"
+"""The state dict of a retrofit, as a Trainer writes it."""
+DESCRIPTION = re.compile(r"retrofits\.([^.]+)\.description")
+"""What a state dict calls the description of a retrofit: JSON, as a tensor of bytes."""
+OURS = {CONFIG, WEIGHTS, CARD, TYPE}
 ModeName = Literal["beside", "replace"]
 BOOKKEEPING = ("_name_or_path", "transformers_version", "use_cache", "dtype", "architectures")
 """Fields of a configuration that change no logit (the dtype is that of the weights)."""
@@ -86,27 +99,89 @@ def write(
     mode: ModeName,
     source: str | None = None,
     attention: Sequence[str] = (),
+    about: Mapping[str, str] | None = None,
 ) -> None:
-    """The two files; the folder appears whole or not at all. It may replace a retrofit and nothing else."""
+    """The four files; the folder appears whole or not at all. It may replace a retrofit and nothing else.
+
+    `about` is what the model card is to say besides what the retrofit itself knows, by what it is about.
+    """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: choose a folder to save to")
-    others = {path.name for path in folder.iterdir()} - {CONFIG, WEIGHTS} if folder.is_dir() else set()
+    others = {path.name for path in folder.iterdir()} - OURS if folder.is_dir() else set()
     if others:
         raise ValueError(
             f"{folder} holds {sorted(others)[0]!r}, and saving replaces a folder as a whole: choose another"
         )
-    if (folder / CONFIG).exists() and not _is_ours(folder):
-        raise ValueError(f"{folder} holds an adapter that is no retrofit: choose another folder")
-    tensors = {
+    if folder.is_dir() and any(folder.iterdir()) and not _is_ours(folder):
+        raise ValueError(f"{folder} holds an adapter or a model that is no retrofit: choose another folder")
+    if (folder / CARD).exists() and not _has_our_card(folder):
+        raise ValueError(f"the {CARD} of {folder} is not as we wrote it: move it, or choose another folder")
+    tensors = _tensors_of(layers)
+    bad = [name for name, value in tensors.items() if not value.isfinite().all()]
+    if bad:
+        raise ValueError(f"{bad[0]} holds numbers that are not finite; nothing was saved")
+    about = dict(about or {})
+    described = _describe(model, layers, mode, source, attention, peft_type=PEFT_TYPE, about=about)
+    kind = {"model_type": MODEL_TYPE, "architectures": ["Retrofit"]}
+    told = {"format": "pt", "base": described["base"]["weights"], "digest": described["digest"]}
+
+    def fill(partial: Path) -> None:
+        save_tensors(tensors, partial / WEIGHTS, told)
+        (partial / CONFIG).write_text(json.dumps(described, indent=2))
+        (partial / TYPE).write_text(json.dumps(kind, indent=2))
+        (partial / CARD).write_text(model_card(described), encoding="utf-8")
+
+    write_folder(folder.absolute(), fill)
+
+
+def description(
+    model: Any,
+    layers: Mapping[str, APN],
+    mode: ModeName,
+    source: str | None,
+    attention: Sequence[str],
+    numbers: Mapping[str, int],
+) -> Tensor:
+    """What a state dict says of a retrofit; `numbers` are those that its tensors have in place of names."""
+    described = _describe(model, layers, mode, source, attention, numbers=dict(numbers))
+    return torch.tensor(list(json.dumps(described).encode()), dtype=torch.uint8)
+
+
+def check_description(told: Tensor, own: Tensor) -> None:
+    """A ValueError unless a state dict is of layers with these settings, over the same base."""
+    theirs, ours = (_parse(value) for value in (told, own))
+    for field in ("mode", "source", "attention", "numbers", "dtypes", "layers"):
+        if theirs[field] != ours[field]:
+            raise ValueError(
+                f"the state dict is of a retrofit with another {field}: {theirs[field]!r} there and "
+                f"{ours[field]!r} here. Build the retrofit as it was, or read it with load_retrofit"
+            )
+    differs = _difference(theirs["base"]["config"], ours["base"]["config"])
+    if differs or theirs["base"]["weights"] != ours["base"]["weights"]:
+        raise ValueError(
+            f"the state dict is of a retrofit of another base: {differs or 'its weights differ'}. Load the "
+            "base that it was trained over"
+        )
+
+
+def _tensors_of(layers: Mapping[str, APN]) -> dict[str, Tensor]:
+    return {
         f"{place}.{name}": tensor.detach().cpu().contiguous()
         for place, layer in layers.items()
         for name, tensor in layer.state_dict().items()
     }
-    bad = [name for name, value in tensors.items() if not value.isfinite().all()]
-    if bad:
-        raise ValueError(f"{bad[0]} holds numbers that are not finite; nothing was saved")
-    weights = tensors_hash(model.state_dict())
+
+
+def _describe(
+    model: Any,
+    layers: Mapping[str, APN],
+    mode: ModeName,
+    source: str | None,
+    attention: Sequence[str],
+    **more: Any,
+) -> dict[str, Any]:
+    base = whole_path(model.name_or_path) if getattr(model, "name_or_path", "") else None
     described = {
         "format": FORMAT,
         "attractor": __version__,
@@ -115,32 +190,56 @@ def write(
         "base": {
             "class": type(model).__name__,
             "config": base_fields(model),
-            "weights": weights,
-            "loaded_from": whole_path(model.name_or_path) if getattr(model, "name_or_path", "") else None,
+            "weights": tensors_hash(model.state_dict()),
+            "dtype": _name(model.dtype),
+            "loaded_from": base,
+            "licence": licence_of(base),
         },
         "mode": mode,
         "source": source,
         "attention": list(attention),
-        "tensors": tensors_hash(tensors),
+        "tensors": tensors_hash(_tensors_of(layers)),
         "dtypes": {place: _name(layer.encoder.dtype) for place, layer in layers.items()},
         "layers": {place: layer.config.to_dict() for place, layer in layers.items()},
+        **more,
     }
-    digest = _digest(described)
+    return {**described, "digest": _digest(described)}
 
-    def fill(partial: Path) -> None:
-        save_tensors(tensors, partial / WEIGHTS, {"format": "pt", "base": weights, "digest": digest})
-        (partial / CONFIG).write_text(json.dumps({**described, "digest": digest}, indent=2))
 
-    write_folder(folder.absolute(), fill)
+def holds_retrofit(folder: str | Path) -> bool:
+    """Whether a folder is meant as a retrofit: what `save_pretrained` or a Trainer wrote."""
+    if (Path(folder) / CONFIG).is_file():
+        return True
+    try:
+        with safe_open(Path(folder) / CHECKPOINT, framework="pt") as file:
+            return any(map(DESCRIPTION.fullmatch, file.keys()))
+    except (OSError, SafetensorError):
+        return False
 
 
 def loaded_from(folder: str | Path) -> str | None:
     """The name or path of the base, where the folder of a retrofit says it; earlier releases did not."""
-    try:
-        found = json.loads((Path(folder) / CONFIG).read_text())["base"].get("loaded_from")
-    except (OSError, LookupError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(f"{folder} holds no retrofit that can be read: {error}") from error
+    found = _base_of(folder).get("loaded_from")
     return found if isinstance(found, str) else None
+
+
+def dtype_of_base(folder: str | Path) -> torch.dtype:
+    """The dtype of the base's weights; earlier releases did not say it, and loaded bases as float32."""
+    return _dtype(_base_of(folder).get("dtype", "float32"))
+
+
+def _base_of(folder: str | Path) -> Mapping[str, Any]:
+    folder = Path(folder)
+    try:
+        if (folder / CONFIG).exists():
+            described = json.loads((folder / CONFIG).read_text())
+        else:
+            described, _ = _read_checkpoint(folder / CHECKPOINT, None)
+        if not isinstance(described["base"], dict):
+            raise ValueError(f"its base is {described['base']!r}")
+        return described["base"]
+    except (OSError, LookupError, TypeError, AttributeError, ValueError, SafetensorError) as error:
+        raise ValueError(f"{folder} holds no retrofit that can be read: {error}") from error
 
 
 def whole_path(source: str | Path) -> str:
@@ -148,11 +247,18 @@ def whole_path(source: str | Path) -> str:
     return str(Path(source).resolve()) if Path(source).exists() else str(source)
 
 
-def read(folder: str | Path, dim: int, backend: str) -> Saved:
-    """Read what `write` wrote, on the CPU; anything else is a ValueError."""
+def read(folder: str | Path, dim: int, backend: str, name: str) -> Saved:
+    """Read what `write` or a Trainer wrote, on the CPU; anything else is a ValueError.
+
+    Of several retrofits that a Trainer wrote it is the one called `name`.
+    """
     try:
         folder = Path(folder)
-        described = json.loads((folder / CONFIG).read_text())
+        if (folder / CONFIG).exists() or not (folder / CHECKPOINT).exists():
+            described = json.loads((folder / CONFIG).read_text())
+            tensors = None
+        else:
+            described, tensors = _read_checkpoint(folder / CHECKPOINT, name)
         known = isinstance(described, dict) and type(described.get("format")) is int
         if not known or described["format"] not in READ:
             raise ValueError(f"not a retrofit of format {FORMAT} or older, which this release reads")
@@ -178,14 +284,15 @@ def read(folder: str | Path, dim: int, backend: str) -> Saved:
                 )
                 for place, fields in configs.items()
             }
-        with safe_open(folder / WEIGHTS, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if (metadata.get("base"), metadata.get("digest")) != (base["weights"], digest):
-                raise ValueError("its two files belong to different retrofits")
-            tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 (no dict)
+        if tensors is None:
+            with safe_open(folder / WEIGHTS, framework="pt") as file:
+                metadata = file.metadata() or {}
+                if (metadata.get("base"), metadata.get("digest")) != (base["weights"], digest):
+                    raise ValueError("its two files belong to different retrofits")
+                tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 (no dict)
         _fill(layers, tensors)
         if tensors_hash(tensors) != described["tensors"]:
-            raise ValueError(f"{WEIGHTS} is not what was saved: its hash differs")
+            raise ValueError("its tensors are not what was saved: their hash differs")
         return Saved(
             dict(base["config"]), str(base["weights"]), described["mode"], layers, source, tuple(attention)
         )
@@ -202,6 +309,38 @@ def read(folder: str | Path, dim: int, backend: str) -> Saved:
         raise ValueError(f"{folder} holds no retrofit that can be read: {error}") from error
 
 
+def _read_checkpoint(path: Path, name: str | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The description and the tensors, by the names of their places, of a retrofit in a state dict."""
+    with safe_open(path, framework="pt") as file:
+        keys = list(file.keys())
+        held = sorted(found[1] for found in map(DESCRIPTION.fullmatch, keys) if found)
+        if not held:
+            raise ValueError(
+                f"{path.name} describes no retrofit: it is of another model, or of an earlier release. For "
+                "the latter, build the retrofit as it was and give it these tensors by load_state_dict"
+            )
+        if name not in held and name is not None and len(held) > 1:
+            raise ValueError(f"{path.name} holds the retrofits {held}: choose one of them as name=")
+        chosen = name if name in held else held[0]
+        if name is not None and len(held) > 1:
+            log.warning("%s holds the retrofits %s: only %r is read", path, ", ".join(held), chosen)
+        prefix = f"retrofits.{chosen}."
+        described = _parse(file.get_tensor(f"{prefix}description"))
+        tensors = {}
+        places = {str(number): place for place, number in described["numbers"].items()}
+        for key in keys:
+            if key.startswith(prefix) and key != f"{prefix}description":
+                number, _, rest = key.removeprefix(prefix).partition(".")
+                tensors[f"{places.get(number, number)}.{rest}"] = file.get_tensor(key).clone()
+            elif not key.startswith("retrofits."):
+                raise ValueError(f"{path.name} holds {key}, which is of no retrofit")
+    return described, tensors
+
+
+def _parse(description: Tensor) -> dict[str, Any]:
+    return json.loads(bytes(description.tolist()))
+
+
 def _digest(described: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
@@ -210,6 +349,15 @@ def _is_ours(folder: Path) -> bool:
     try:
         return {"format", "base", "mode", "layers"} <= json.loads((folder / CONFIG).read_text()).keys()
     except (OSError, ValueError, AttributeError):
+        return False
+
+
+def _has_our_card(folder: Path) -> bool:
+    """Whether the card is what we would write: one that a person has edited must not be lost."""
+    try:
+        described = json.loads((folder / CONFIG).read_text())
+        return (folder / CARD).read_text(encoding="utf-8") == model_card(described)
+    except (OSError, LookupError, TypeError, AttributeError, ValueError):
         return False
 
 
@@ -222,7 +370,7 @@ def _fill(layers: Mapping[str, APN], tensors: dict[str, Tensor]) -> None:
     found = {name: (tuple(value.shape), value.dtype) for name, value in tensors.items()}
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
-            raise ValueError(f"{name}: {CONFIG} says {expected.get(name)}, {WEIGHTS} {found.get(name)}")
+            raise ValueError(f"{name}: {expected.get(name)} was saved, {found.get(name)} is there")
     for name, value in tensors.items():
         if not value.isfinite().all():
             raise ValueError(f"{name} holds numbers that are not finite")

@@ -2,7 +2,7 @@
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Unpack, cast
@@ -58,6 +58,9 @@ def load_retrofit(
 ) -> "Retrofit":
     """Read a saved retrofit onto its `base`: a model, or a `Retrofit` that is to hold this one too.
 
+    `folder` is what `save_pretrained` wrote, or the Trainer of transformers: its `save_model()` or one of its
+    checkpoints. Of several retrofits in one of these, the one called `name` is read.
+
     >>> import tempfile, torch
     >>> from attractor import APNConfig, load_retrofit, retrofit
     >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -76,7 +79,7 @@ def load_retrofit(
     """
     net = base if isinstance(base, Retrofit) else Retrofit(base)
     net._check_new(name)
-    saved = files.read(folder, width(net.model), backend)
+    saved = files.read(folder, width(net.model), backend, name)
     saved.check_base(net.model)
     known = {path for path, _ in net.model.named_modules()}
     names = [*saved.layers, *([] if saved.source is None else [saved.source])]
@@ -96,8 +99,8 @@ def load_retrofit(
 class Retrofit(nn.Module):
     """A model and the named retrofits it can use, one at a time or none.
 
-    Calls and attributes are the model's. Its state dict is that of the APN layers alone: the base is frozen,
-    and lies elsewhere already.
+    Calls and attributes are the model's. Its state dict is that of the APN layers alone, and describes them:
+    the base is frozen, and lies elsewhere already.
     """
 
     def __init__(self, model: Any) -> None:
@@ -118,7 +121,8 @@ class Retrofit(nn.Module):
         self.attention: dict[str, tuple[str, ...]] = {}  # name -> modules whose results they read beside it
         self.active: str | None = None
         self._found = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
-        self.register_state_dict_post_hook(_leave_out_base)
+        self.register_state_dict_post_hook(_describe_without_base)
+        self.register_load_state_dict_pre_hook(_check_description)
         self.register_load_state_dict_post_hook(_miss_no_base)
 
     def __getattr__(self, name: str) -> Any:
@@ -210,17 +214,23 @@ class Retrofit(nn.Module):
 
     # --- the end
 
-    def save_pretrained(self, folder: str | Path, *, name: str | None = None) -> None:
-        """Write a retrofit (default: the one in use); `load_retrofit(base, folder)` reads it."""
-        layers = self.apn_layers(name)
-        if not layers:
+    def save_pretrained(
+        self, folder: str | Path, *, name: str | None = None, about: Mapping[str, str] | None = None
+    ) -> None:
+        """Write a retrofit (default: the one in use); `load_retrofit(base, folder)` reads it.
+
+        `about` joins the model card: `{"data": "German law", "perplexity": "9.47"}`.
+        """
+        if not self.apn_layers(name):
             raise ValueError(f"no retrofit is in use; name one of {sorted(self.modes)}")
-        if any(layer.scale_factor is not None and layer.scale_factor != 1 for layer in layers.values()):
-            log.warning("the scale of the updates is being warmed up: what is saved has it whole")
-        places = {self.sites[number].place.name: layer for number, layer in layers.items()}
-        name = name or cast(str, self.active)
-        source = self.sites[self.sources[name]].place.name if name in self.sources else None
-        files.write(folder, self.model, places, self.modes[name], source, self.attention.get(name, ()))
+        files.write(folder, self.model, *self._described(name or cast(str, self.active)), about)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path, **options: Any) -> "Retrofit":
+        """Read a saved retrofit with its base, which is loaded from where the folder says, with `options`."""
+        from attractor.hf.auto import load_with_base
+
+        return load_with_base(folder, **options)
 
     def unload(self) -> Any:
         """The model as it was, with its own modules, and every `requires_grad` as it was found."""
@@ -263,6 +273,19 @@ class Retrofit(nn.Module):
         if name in self.modes:
             raise ValueError(f"there is a retrofit {name!r} already; drop it first, or choose another name")
 
+    def _described(self, name: str) -> tuple[dict[str, APN], ModeName, str | None, tuple[str, ...]]:
+        """A retrofit as files describe it: layers by the names of their places, and what they read."""
+        layers = self.apn_layers(name)
+        if any(layer.scale_factor is not None and layer.scale_factor != 1 for layer in layers.values()):
+            log.warning("the scale of the updates is being warmed up: what is saved has it whole")
+        places = {self.sites[number].place.name: layer for number, layer in layers.items()}
+        source = self.sites[self.sources[name]].place.name if name in self.sources else None
+        return places, self.modes[name], source, self.attention.get(name, ())
+
+    def _description(self, name: str) -> Tensor:
+        numbers = {self.sites[number].place.name: number for number in self.apn_layers(name)}
+        return files.description(self.model, *self._described(name), numbers)
+
     def _switch(self, name: str | None) -> None:
         layers = {} if name is None else self.apn_layers(name)
         source = None if name is None else self.sources.get(name)
@@ -299,9 +322,20 @@ class Retrofit(nn.Module):
         self.use(name)
 
 
-def _leave_out_base(net: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+def _describe_without_base(net: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
+    """Whoever writes the state dict alone, as a Trainer does, has written all that `load_retrofit` needs."""
     for key in [key for key in state if key.startswith(f"{prefix}model.")]:
         del state[key]
+    for name in cast(Retrofit, net).modes:
+        state[f"{prefix}retrofits.{name}.description"] = cast(Retrofit, net)._description(name)
+
+
+def _check_description(net: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """Tensors can fit and mean something else; state dicts of earlier releases do not describe themselves."""
+    for name in cast(Retrofit, net).modes:
+        told = state.pop(f"{prefix}retrofits.{name}.description", None)
+        if told is not None:
+            files.check_description(told, cast(Retrofit, net)._description(name))
 
 
 def _miss_no_base(net: nn.Module, incompatible: Any) -> None:

@@ -1,0 +1,103 @@
+"""A GPT of this package as a model of transformers: `AutoModelForCausalLM` reads what it saves.
+
+    from attractor.hf.gpt import GPTForCausalLM
+
+    GPTForCausalLM.of(gpt).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)    # the same logits; model.gpt is the GPT
+
+It reads whole texts without padding, and generates without a cache.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutput
+
+from attractor.config import GPTConfig
+from attractor.files import write_text
+from attractor.hf.card import gpt_card
+from attractor.model import GPT
+
+MODEL_TYPE = "attractor_gpt, which attractor.hf.register() of attractor-patch-networks makes known"
+
+
+class HubGPTConfig(PreTrainedConfig):
+    """The configuration of a GPT, in the field `gpt`, for transformers."""
+
+    model_type = MODEL_TYPE
+
+    def __init__(self, gpt: dict[str, Any] | None = None, **others: Any) -> None:
+        own = GPTConfig() if gpt is None else GPTConfig.from_dict(gpt)
+        self.gpt = own.to_dict()
+        super().__init__(**{"use_cache": False, "tie_word_embeddings": False, **others})
+        self.vocab_size, self.hidden_size = own.vocab_size, own.dim
+        self.num_hidden_layers, self.max_position_embeddings = own.num_layers, own.context
+
+
+class GPTForCausalLM(PreTrainedModel, GenerationMixin):
+    """A `GPT` in the clothes of transformers."""
+
+    config_class = HubGPTConfig
+    base_model_prefix = "gpt"
+
+    def __init__(self, config: HubGPTConfig) -> None:
+        super().__init__(config)
+        self.generation_config.use_cache = False
+        self.gpt = GPT(GPTConfig.from_dict(config.gpt))
+        self.post_init()
+
+    @classmethod
+    def of(cls, gpt: GPT) -> "GPTForCausalLM":
+        """A copy of a GPT, with the patches that its layers have by now."""
+        model = cls(HubGPTConfig(gpt.config_now().to_dict()))
+        model.gpt.load_state_dict(gpt.state_dict())
+        return model.to(gpt.embedding.weight.dtype).train(gpt.training)
+
+    def _init_weights(self, module: torch.nn.Module) -> None:
+        """A GPT starts itself."""
+
+    def get_input_embeddings(self) -> torch.nn.Module:
+        return self.gpt.embedding
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        past_key_values: Any = None,
+        **others: Any,
+    ) -> CausalLMOutput:
+        """Logits, and with `labels` the loss; `others` are for the loss of transformers."""
+        if attention_mask is not None and not attention_mask.all():
+            raise ValueError("a GPT of attractor reads no padding: give texts of one length")
+        if past_key_values is not None:
+            raise ValueError("a GPT of attractor has no cache of transformers: give use_cache=False")
+        logits = self.gpt(input_ids)
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **others)
+        return CausalLMOutput(loss=loss, logits=logits)
+
+    @classmethod
+    def from_pretrained(cls, *arguments: Any, output_loading_info: bool = False, **options: Any) -> Any:
+        """As of any model of transformers, but a tensor that is missing or too many is a ValueError."""
+        model, found = super().from_pretrained(*arguments, output_loading_info=True, **options)
+        for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            if found[what]:
+                raise ValueError(f"{arguments[0]} does not fit its config.json: {what} {sorted(found[what])}")
+        return (model, found) if output_loading_info else model
+
+    def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
+        """Write safetensors, the configuration, and a model card unless there is one."""
+        self.config.gpt = self.gpt.config_now().to_dict()  # layers may have grown
+        super().save_pretrained(save_directory, **options)
+        card = Path(save_directory) / "README.md"
+        if not card.exists():
+            write_text(card, gpt_card(self.config.gpt, self.gpt.num_parameters()))
+
+
+AutoConfig.register(MODEL_TYPE, HubGPTConfig, exist_ok=True)
+AutoModelForCausalLM.register(HubGPTConfig, GPTForCausalLM, exist_ok=True)
