@@ -34,7 +34,6 @@ from attractor.model import GPT
 from attractor.tokenizer import load as load_tokenizer
 
 BASE = "base.json"
-ADAPTER = "adapter_config.json"
 QUESTION = "Question: {}\nAnswer:"
 """How a model that was not trained to chat is asked; its answer ends with the line."""
 PASSES = 40
@@ -382,10 +381,12 @@ def frames_of(tokenizer: Any) -> tuple[str, ...]:
 
 def adapter_folder(place: Path) -> Path | None:
     """Where the layers of a retrofit are: in the folder itself, or where our commands put them."""
+    from attractor.hf.files import holds_retrofit
+
     for folder in (place, place / "learner", place / "adapter"):
         if folder.name:
             recover_folder(folder)
-        if (folder / ADAPTER).is_file():
+        if holds_retrofit(folder):
             return folder
     return None
 

@@ -18,10 +18,11 @@ from attractor.continual.guarded import GuardedLearner
 from attractor.continual.learner import OnlineLearner
 from attractor.continual.overlay import Branch, Overlay
 from attractor.evaluate import evaluate, routing, token_losses
+from attractor.front import adapter_folder
 from attractor.generate import generate
 from attractor.hf import CausalLM
 from attractor.hf.callback import APNCallback
-from attractor.hf.files import holds_retrofit, loaded_from
+from attractor.hf.files import loaded_from
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 families = pytest.mark.parametrize("family", FAMILIES)
@@ -163,13 +164,13 @@ def test_what_a_trainer_writes_loads_again(tmp_path):
     own.train()
     own.save_model(tmp_path / "saved")
     for folder in (tmp_path / "saved", tmp_path / "run" / "checkpoint-2"):
-        assert holds_retrofit(folder)
+        assert adapter_folder(folder) == folder  # what attractor.load asks first
         assert loaded_from(folder) == str(tmp_path / "base")
         again = attractor.load_retrofit(tiny("gpt2"), folder, name="again")
         assert torch.equal(logits(again), logits(net.eval()))
         with pytest.raises(ValueError, match="another base, with weights"):
             attractor.load_retrofit(tiny("gpt2", seed=1), folder)
-    assert not holds_retrofit(tmp_path / "base")
+    assert adapter_folder(tmp_path / "base") is None
     with pytest.raises(ValueError, match="describes no retrofit: it is of another model"):
         attractor.load_retrofit(tiny("gpt2"), tmp_path / "base")
 
