@@ -83,7 +83,7 @@ function rises(monitor) {
   const shares = all.map((canary) => canary.rise);
   const trace = {
     type: "bar", orientation: "h", y: names, x: shares, width: 0.5, marker: { color: style("--accent") },
-    text: all.map((canary) => `${number(100 * canary.rise, 2)}%, ${canary.windows_entered ? `${canary.windows_entered} of ${canary.windows} windows entered` : "untouched"}`),
+    text: all.map((canary) => `${number(100 * canary.rise, 2)}%<br>${canary.windows_entered ? `${canary.windows_entered} of ${canary.windows} windows entered` : "untouched"}`),
     textposition: "outside", cliponaxis: false, hovertemplate: "%{text}<extra>%{y}</extra>",
   };
   const most = Math.max(0.001, ...shares);

@@ -1,6 +1,6 @@
 // The lessons of a server that is taught some: found by their words, and forgotten one by one.
 
-import { ask, freshKey } from "./api.js";
+import { ask, freshKey, key } from "./api.js";
 import { $, bytes, element, empty, moment, named, number, replace } from "./dom.js";
 import { cell, table } from "./tables.js";
 
@@ -61,10 +61,10 @@ function action(lesson) {
 function draw() {
   const focused = document.activeElement?.id;
   const rows = found.data.map((lesson) => element("tr", {},
-    cell(null, null, lesson.subject), cell("lesson", "number", number(lesson.lesson)), cell("known", "number", known(lesson)),
-    cell(null, null, named(lesson.source)), cell("size", "number", bytes(lesson.bytes)), cell(null, "number", moment(lesson.at)),
+    cell(null, null, lesson.subject), cell(null, null, named(lesson.source)), cell("lesson", "number", number(lesson.lesson)),
+    cell("known", "number", known(lesson)), cell("size", "number", bytes(lesson.bytes)), cell(null, "number", moment(lesson.at)),
     element("td", { class: "action" }, action(lesson))));
-  const headings = [["Subject"], ["Lesson", "number"], ["Known before \u2192 after", "number"], ["Source"], ["Size", "number"], ["When", "number"], ["", "action"]];
+  const headings = [["Subject"], ["Source"], ["Lesson", "number"], ["Known before \u2192 after", "number"], ["Size", "number"], ["When", "number"], ["", "action"]];
   const left = found.total - found.data.length;
   const more = left && limit < MOST ? element("button", { type: "button", class: "more", id: "lessons-more", onclick: older }, `Older lessons (${number(left)})`) : null;
   const none = $("lessons-search").value ? "No lesson says that." : "No lessons yet. The first one sent to /v1/lessons appears here.";
@@ -74,7 +74,7 @@ function draw() {
 
 async function load() {
   const search = $("lessons-search").value;
-  const wanted = JSON.stringify([version, search, limit]);
+  const wanted = JSON.stringify([key.get(), version, search, limit]);
   if (wanted === drawn || forgetting) return;
   const mine = (asked += 1);
   const where = search ? `&search=${encodeURIComponent(search)}` : "";
@@ -85,9 +85,10 @@ async function load() {
     draw();
     drawn = wanted;
   } catch (error) {
+    if (mine !== asked) return;
     const denied = error.status === 401 || error.status === 403;
     replace($("lessons-list"), empty(denied ? "What lessons say needs a key with the scope learn or admin." : error.message));
-    drawn = null;
+    drawn = denied ? wanted : null; // anything else may have passed by the next time
   }
 }
 

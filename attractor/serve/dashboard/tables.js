@@ -64,8 +64,12 @@ export async function loadVersions(older) {
 }
 
 function what(line) {
-  if (line.kind === "lesson") return element("span", {}, "Lesson from ", named(String(line.source)));
-  if (line.kind === "drop") return element("span", {}, "Forgot ", named(String(line.source)));
+  const lesson = line.lesson === undefined ? "" : `lesson ${line.lesson} from `;
+  if (line.kind === "lesson") return element("span", {}, lesson ? `Learned ${lesson}` : "Lesson from ", named(String(line.source)));
+  if (line.kind === "drop" || line.kind === "erase") {
+    return element("span", {}, line.kind === "drop" ? "Forgot " : "Erased ", lesson, named(String(line.source)));
+  }
+  if (line.kind === "calibration") return "Measured background text";
   if (line.kind === "rollback") return `Rolled back to v${line.to}`;
   return String(line.kind);
 }
