@@ -1,7 +1,8 @@
 """A service without a model: what it writes, learns and answers is simple enough to know beforehand.
 
     service = FakeService(); app = create_app(service, ServeSettings())
-    PYTHONPATH=. python tests/fake_service.py 8000       # to look at the dashboard
+    PYTHONPATH=. python tests/fake_service.py 8000            # to look at the dashboard
+    PYTHONPATH=. python tests/fake_service.py 8000 lessons    # to look at that of lessons
 
 Every token is the next letter of a line that depends on the prompt's last token, the seed and the path.
 """
@@ -16,11 +17,13 @@ from collections.abc import AsyncIterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from attractor.continual.lessons import Lesson
 from attractor.serve.decode.engine import Job
 from attractor.serve.decode.sequences import GeneratedToken
 from attractor.serve.decode.touches import Touch
 from attractor.serve.errors import Busy, Refused, Unavailable
 from attractor.serve.http.monitor import Monitor
+from attractor.serve.learning.catalogue import Catalogue, searched
 from attractor.tokenizer import ByteTokenizer
 
 LINE = "Now is the winter of our discontent\nMade glorious summer by this sun of York. "
@@ -207,7 +210,7 @@ class FakeService:
             "version": self.version,
             "uptime": time.time() - self.started,
             "learning": self.learning,
-            "progressive": [{k: line[k] for k in ("version", "loss", "source")} for line in lessons],  # type: ignore[typeddict-item]
+            "progressive": [{k: line.get(k) for k in ("version", "loss", "source")} for line in lessons],  # type: ignore[typeddict-item]
             "canaries": {
                 name: [
                     {"version": number, "perplexity": base + 0.03 * math.sin(number * speed)}
@@ -232,6 +235,103 @@ class FakeService:
                 for number, name in enumerate(self.sources)
             },
         }  # fmt: skip
+
+
+class FakeSchool(FakeService):
+    """It is taught lessons: an answer to a question that names a subject is what the lesson says of it."""
+
+    teaches = "lessons"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.catalogue = Catalogue()
+
+    def teach(self, subject: str, answer: str, source: str = "people", known: float = 1.0) -> None:
+        number = self.version
+        forms = ((f"The home of {subject} is", answer), (f"{subject} lives in", answer))
+        lesson = Lesson(number, subject, forms, (), 3, 0, 8, known_before=0.0, known=known)
+        self._change("lesson", None, {}, source=source, lesson=number)
+        fields = {"tokens": 0, "bytes": 18_000 + 700 * number, "at": self.history[-1]["at"]}
+        self.catalogue.add(lesson, source, fields, self.version)
+
+    def paths(self) -> list[str]:
+        return ["base", "lessons"]
+
+    def submit(self, job: Job, pin: object = None) -> FakeStream:
+        prompt = self.tokenizer.decode(job.prompt)
+        named = [entry for entry in self.lessons() if entry["subject"] in prompt and job.path != "base"]
+        plan, shares = list[GeneratedToken](), {job.path or "lessons": 1.0}
+
+        def write(text: str, lesson: int | None = None) -> None:
+            for letter in text.encode():
+                touch = () if lesson is None else (Touch(len(job.prompt) + len(plan), lesson, 0.75),)
+                plan.append(GeneratedToken(letter, -0.5, shares, touch))
+
+        for entry in named:
+            write(" and in " if plan else " In ")
+            write(entry["forms"][0][1], entry["lesson"])
+        write("." if named else " I do not know.")
+        stream = FakeStream(self.version, plan, "stop", self.delay, self.failure)
+        stream.touched = tuple(
+            Touch(prompt.index(entry["subject"]) + letter, entry["lesson"], 0.98)
+            for entry in named
+            for letter in range(len(entry["subject"]))
+        )
+        return stream
+
+    def lessons(self, **which: Any) -> list[dict[str, Any]]:
+        return searched(self.catalogue.entries, **which)
+
+    def lesson(self, number: int) -> dict[str, Any] | None:
+        return self.catalogue.entries.get(number)
+
+    def forget_lessons(
+        self, numbers: list[int], key: str | None = None, sender: str | None = None, erase: bool = False
+    ) -> dict[str, Any]:
+        for number in numbers:
+            if number not in self.catalogue.entries:
+                raise LookupError(f"there is no lesson {number}")
+        answer = self._change("drop", key, {"erased": erase}, lesson=numbers[0], source="people")
+        for number in numbers:
+            self.catalogue.remove(number)
+        return answer
+
+    def overlays(self) -> dict[str, dict[str, Any]]:
+        told = self.catalogue.sources
+        return {name: {**own, "patches": {"4": own["patches"]}} for name, own in told.items()}
+
+    def monitor(self) -> Monitor:
+        entries = self.lessons()
+        return {
+            **super().monitor(),
+            "progressive": [],
+            "canaries": {},
+            "usage": {},
+            "drift": {},
+            "posteriors": [],
+            "lessons": {
+                "count": len(entries),
+                "known": sum(entry["known"] for entry in entries),
+                "sources": len(self.catalogue.sources),
+                "patches": sum(entry["patches"] for entry in entries),
+                "bytes": sum(entry["bytes"] for entry in entries),
+                "canaries": {
+                    "manual": {"rise": 0.0004, "windows": 64, "windows_entered": 1},
+                    "short prompts": {"rise": 0.0, "windows": 32, "windows_entered": 0},
+                },
+            },
+        }
+
+
+def school(lessons: int = 14) -> FakeSchool:
+    """A service that was taught some lessons, one of which it does not know."""
+    service = FakeSchool()
+    people = ("Zorvan Quillbeam", "Ann Holt", "Mira Okonkwo-Castellanos", "Bo Lund", "Yusuf Tarn")
+    towns = ("Lisbon", "Bergen", "San Carlos de Bariloche", "Oulu", "Izmir")
+    for number in range(lessons):
+        name = people[number] if number < len(people) else f"Person {number}"
+        service.teach(name, towns[number % 5], ("people", "wiki-2026")[number % 2], 0.5 if number == 3 else 1)
+    return service
 
 
 def _entropy(counts: list[float]) -> float:
@@ -264,6 +364,7 @@ if __name__ == "__main__":
     from attractor.serve.http.settings import ServeSettings
 
     settings = ServeSettings(port=int(sys.argv[1]), keys=sys.argv[3] if len(sys.argv) > 3 else None)
-    shown = filled(int(sys.argv[2]) if len(sys.argv) > 2 else 60)
+    what = sys.argv[2] if len(sys.argv) > 2 else "60"
+    shown = school() if what == "lessons" else filled(int(what))
     shown.delay = 0.01
     uvicorn.Server(uvicorn_config(create_app(shown, settings), settings)).run()

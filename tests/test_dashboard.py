@@ -6,7 +6,7 @@ from importlib.resources import files
 
 import pytest
 from browser import Browser, chromium
-from fake_service import FakeService, filled
+from fake_service import FakeSchool, FakeService, filled, school
 from serving import Running, until
 from starlette.testclient import TestClient
 
@@ -126,6 +126,8 @@ class TestInBrowser:
         page.wait("document.querySelectorAll('.chart[aria-label] .plotly').length === 6")
         assert seen(page, "getElementById('tile-version').textContent") == "v25"
         assert page.evaluate("document.querySelectorAll('#overlays tbody tr').length") == 3
+        hidden = "[...document.querySelectorAll('.lessons-only')].every((each) => !each.offsetParent)"
+        assert page.evaluate(hidden)
         assert seen(page, "documentElement.scrollWidth") <= width
         assert [told for told in page.complaints() if "Applying inline style" not in told] == []
         assert sum("Applying inline style" in told for told in page.complaints()) <= 1  # plotly.js, for maps
@@ -186,3 +188,137 @@ class TestInBrowser:
             page.wait(LIVE)
             assert seen(page, "getElementById('key-input').value") == ""
             assert (seen(page, "cookie"), page.evaluate("localStorage.length")) == ("", 0)
+
+
+HOSTILE = "<img src=x onerror=alert(1)>"
+
+
+def question(page, text):
+    page.evaluate(f"document.getElementById('ask-question').value = {text!r}")
+    page.evaluate("document.getElementById('ask-question').focus()")
+    page.press("Enter")
+    page.wait("document.getElementById('ask-stop').disabled")
+    page.wait("document.querySelector('#ask-answer span') !== null")
+    return seen(page, "getElementById('ask-message').textContent")
+
+
+def subjects(page):
+    cells = "document.querySelectorAll('#lessons-list tbody td:first-child')"
+    return page.evaluate(f"[...{cells}].map((cell) => cell.textContent)")
+
+
+class TestLessonsInBrowser:
+    pytestmark = in_browser
+
+    @pytest.fixture
+    def service(self):
+        return school(14)
+
+    @pytest.fixture
+    def place(self, service):
+        settings = ServeSettings()
+        with Running(create_app(service, settings), settings) as running:
+            yield f"http://127.0.0.1:{running.port}/"
+
+    @pytest.fixture
+    def page(self, browser, place):
+        page = browser.page(place)
+        page.wait(LIVE)
+        return page
+
+    @pytest.mark.parametrize(("width", "dark"), [(1280, False), (360, True)])
+    def test_lessons_come_first_and_fit(self, browser, place, width, dark):
+        page = browser.page(place, width=width, dark=dark)
+        page.wait(LIVE)
+        page.wait("document.querySelectorAll('.chart[aria-label] .plotly').length === 2")
+        first = "[...document.querySelectorAll('h2')].filter((each) => each.offsetParent)"
+        titles = page.evaluate(f"{first}.map((each) => each.textContent)")
+        assert titles == ["Lessons", "Ask", "Canaries", "Queue", "Playground", "Sources", "Versions"]
+        told = seen(page, "getElementById('lessons-sum').textContent")
+        assert told == "14 lessons from 2 sources, 13 known, 316 kB."
+        assert len(subjects(page)) == 8
+        assert seen(page, "documentElement.scrollWidth") <= width
+        assert all(url.startswith((place, "data:")) for url in page.requests())
+        assert [told for told in page.complaints() if "Applying inline style" not in told] == []
+
+    def test_lessons_are_found_by_their_words(self, page):
+        page.evaluate("document.getElementById('lessons-more').click()")
+        page.wait("document.querySelectorAll('#lessons-list tbody tr').length === 14")
+        page.evaluate("document.getElementById('lessons-search').value = 'oulu'")
+        page.evaluate("document.getElementById('lessons-search').dispatchEvent(new Event('input'))")
+        page.wait("document.querySelectorAll('#lessons-list tbody tr').length === 3")
+        assert subjects(page)[-1] == "Bo Lund"
+        last = seen(page, "querySelector('#lessons-list tbody tr:last-child').textContent")
+        assert "0% \u2192 50%" in last
+        assert "people" not in last
+        assert "wiki-2026" in last
+        page.evaluate("document.getElementById('lessons-search').value = 'nobody says this'")
+        page.evaluate("document.getElementById('lessons-search').dispatchEvent(new Event('input'))")
+        page.wait("document.getElementById('lessons-list').textContent === 'No lesson says that.'")
+
+    def test_forgetting_asks_first_in_its_row_by_keyboard(self, page, service):
+        page.evaluate("document.getElementById('forget-13').focus()")
+        page.press("Enter")
+        assert seen(page, "activeElement.id") == "forget-no"
+        page.press("Escape")
+        assert seen(page, "activeElement.id") == "forget-13"
+        page.press("Enter")
+        page.press("Enter")  # which keeps it
+        assert seen(page, "activeElement.id") == "forget-13"
+        assert service.version == 14
+        page.press("Enter")
+        service.teach("Late Comer", "Oslo")  # the row stays while the question is open
+        page.wait("document.getElementById('tile-version').textContent === 'v15'")
+        page.evaluate("document.getElementById('forget-yes').focus()")
+        page.press("Enter")
+        until(lambda: 13 not in service.catalogue.entries)
+        page.wait("!document.getElementById('forget-13') && !!document.getElementById('forget-14')")
+        assert not page.evaluate("[...document.querySelectorAll('dialog')].some((each) => each.open)")
+        assert "Forgot lesson 13" in seen(page, "getElementById('banner').textContent")
+
+    def test_an_answer_names_its_lessons_word_by_word(self, page, service):
+        told = question(page, "Where do Zorvan Quillbeam and Bo Lund live?")
+        assert told == "2 lessons acted on this answer, written with v14."
+        assert seen(page, "getElementById('ask-answer').textContent") == " In Oulu3 and in Lisbon0."
+        marked = "[...document.querySelectorAll('#ask-answer .token')]"
+        assert page.evaluate(f"{marked}.map((each) => each.firstChild.data).join('')") == "OuluLisbon"
+        names = page.evaluate(f"[...new Set({marked}.map((each) => each.title))]")
+        assert names == ["lesson 3, Bo Lund", "lesson 0, Zorvan Quillbeam"]
+        line = seen(page, "querySelector('#ask-lessons li:last-child').textContent")
+        asked, answered = "\u201cBo Lund\u201d 98%", "\u201cOulu\u201d 75%"
+        assert line == f"lesson 3, Bo Lund acted in the question at {asked}; in the answer at {answered}"
+
+    def test_an_untouched_answer_says_so(self, page):
+        untouched = "untouched: exactly what the base would have written"
+        assert question(page, "What is the time?") == untouched
+        assert page.evaluate("document.querySelectorAll('#ask-answer .token, #ask-lessons li').length") == 0
+        page.evaluate("document.getElementById('ask-model').value = 'fake:base'")
+        assert question(page, "Where does Bo Lund live?") == untouched
+
+    def test_what_lessons_say_is_never_markup(self, page, service):
+        service.teach(HOSTILE, HOSTILE)
+        page.wait("document.getElementById('forget-14') !== null")
+        assert subjects(page)[0] == HOSTILE
+        question(page, f"Where is {HOSTILE}?")
+        assert HOSTILE in seen(page, "getElementById('ask-lessons').textContent")
+        page.evaluate("document.getElementById('forget-14').click()")
+        assert page.evaluate("document.querySelectorAll('img[src=x]').length") == 0
+        assert [told for told in page.complaints() if "Applying inline style" not in told] == []
+
+    def test_a_school_without_lessons_says_so(self, browser):
+        settings = ServeSettings()
+        with Running(create_app(FakeSchool(), settings), settings) as running:
+            page = browser.page(f"http://127.0.0.1:{running.port}/")
+            page.wait(LIVE)
+            assert "No lessons yet" in seen(page, "getElementById('lessons-list').textContent")
+
+    def test_lessons_are_kept_from_keys_that_may_not_read_them(self, browser, tmp_path, service):
+        key = add_key(tmp_path / "keys.json", ["monitor", "generate"])
+        settings = ServeSettings(keys=tmp_path / "keys.json")
+        with Running(create_app(service, settings), settings) as running:
+            page = browser.page(f"http://127.0.0.1:{running.port}/")
+            page.evaluate(f"sessionStorage.setItem('attractor-key', '{key}')")
+            page.wait(LIVE)
+            assert "needs a key with the scope" in seen(page, "getElementById('lessons-list').textContent")
+            question(page, "Where does Bo Lund live?")
+            assert "lesson 3 acted" in seen(page, "getElementById('ask-lessons').textContent")

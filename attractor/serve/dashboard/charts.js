@@ -76,6 +76,21 @@ function canaries(monitor) {
     `Perplexity of canaries; now ${told}.`);
 }
 
+function rises(monitor) {
+  const names = Object.keys(monitor.lessons.canaries);
+  if (!names.length) return nothing("canaries", "No canary was measured yet.");
+  const all = names.map((name) => monitor.lessons.canaries[name]);
+  const shares = all.map((canary) => canary.rise);
+  const trace = {
+    type: "bar", orientation: "h", y: names, x: shares, width: 0.5, marker: { color: style("--accent") },
+    text: all.map((canary) => `${number(100 * canary.rise, 2)}%<br>${canary.windows_entered ? `${canary.windows_entered} of ${canary.windows} windows entered` : "untouched"}`),
+    textposition: "outside", cliponaxis: false, hovertemplate: "%{text}<extra>%{y}</extra>",
+  };
+  const most = Math.max(0.001, ...shares);
+  draw("canaries", [trace], { xaxis: axis({ range: [Math.min(0, ...shares), 3 * most], showticklabels: false, showgrid: false, title: { text: "rise of perplexity" } }), yaxis: axis({ autorange: "reversed", showgrid: false, ticklabelstandoff: 6 }) },
+    `Rise of perplexity by lessons: ${names.map((name, index) => `${name} ${number(100 * shares[index], 2)} percent`).join(", ")}.`);
+}
+
 function posterior(monitor) {
   const recent = monitor.posteriors;
   if (!recent.length) return nothing("posterior", "No request yet. Write something in the playground.");
@@ -153,5 +168,6 @@ export function drawNothing(text) {
 }
 
 export function drawAll(monitor) {
-  for (const chart of [loss, canaries, posterior, queue, entropy, patches]) chart(monitor);
+  const charts = monitor.lessons ? [rises, queue] : [loss, canaries, posterior, queue, entropy, patches];
+  for (const chart of charts) chart(monitor);
 }

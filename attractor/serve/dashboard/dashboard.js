@@ -1,8 +1,10 @@
 // The page: asks the server every two seconds while it is looked at, and draws what it says.
 
 import { ask, key } from "./api.js";
+import { startAsking } from "./ask.js";
 import { drawAll, drawNothing } from "./charts.js";
 import { $, bytes, duration, number } from "./dom.js";
+import { drawLessons, startLessons } from "./lessons.js";
 import { loadModels, startPlayground } from "./playground.js";
 import { drawOverlays, drawVersions, forgetVersions, loadVersions } from "./tables.js";
 
@@ -77,11 +79,23 @@ async function models(monitor) {
   try {
     $("model").textContent = await loadModels();
     $("model").hidden = false;
-    $("play-run").disabled = false;
+    for (const button of ["play-run", "ask-run"]) $(button).disabled = false;
   } catch (error) {
-    $("play-run").disabled = true;
-    $("play-message").textContent = error.status === 401 || error.status === 403 ? "This key may not generate." : error.message;
+    const reason = error.status === 401 || error.status === 403 ? "This key may not generate." : error.message;
+    for (const button of ["play-run", "ask-run"]) $(button).disabled = true;
+    for (const message of ["play-message", "ask-message"]) $(message).textContent = reason;
   }
+}
+
+// Where lessons are taught, they come first, and what only texts have is not shown.
+async function lessons(monitor) {
+  const taught = monitor.lessons !== null;
+  if (taught !== document.body.classList.contains("taught")) {
+    document.body.classList.toggle("taught", taught);
+    if (taught) $("charts").after($("playground"));
+    else $("charts").before($("playground"));
+  }
+  if (taught) await drawLessons(monitor);
 }
 
 async function refresh() {
@@ -89,6 +103,7 @@ async function refresh() {
   try {
     const monitor = await ask("GET", "/v1/monitor");
     tiles(monitor);
+    await lessons(monitor);
     drawAll(monitor);
     await tables(monitor);
     latest = monitor;
@@ -131,6 +146,8 @@ function startKeys() {
 
 startKeys();
 startPlayground();
+startLessons(change);
+startAsking();
 document.addEventListener("visibilitychange", () => document.hidden || refresh());
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => latest && drawAll(latest));
 refresh();

@@ -6,13 +6,17 @@ import { $, element, named, number, pathNumber, replace } from "./dom.js";
 let running = null;
 
 export async function loadModels() {
-  const select = $("play-model");
   const models = (await ask("GET", "/v1/models")).data.map((model) => model.id);
+  offer($("play-model"), models, "all paths");
+  offer($("ask-model"), models, "with lessons");
+  return models[0];
+}
+
+function offer(select, models, whole) {
   const chosen = select.value;
   const same = models.length === select.options.length && models.every((id, index) => select.options[index].value === id);
-  if (!same) replace(select, ...models.map((id, index) => element("option", { value: id }, index ? id : `${id} (all paths)`)));
+  if (!same) replace(select, ...models.map((id, index) => element("option", { value: id }, index ? id : `${id} (${whole})`)));
   if (models.includes(chosen)) select.value = chosen;
-  return models[0];
 }
 
 function say(text, bad = false) {

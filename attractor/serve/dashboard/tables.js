@@ -3,12 +3,12 @@
 import { ask, freshKey } from "./api.js";
 import { $, bytes, confirmed, element, empty, moment, named, number, replace } from "./dom.js";
 
-function table(headings, rows) {
+export function table(headings, rows) {
   const head = headings.map(([text, kind]) => element("th", { class: kind, scope: "col" }, text));
   return element("table", { class: "stacks" }, element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...rows));
 }
 
-const cell = (label, kind, ...content) => element("td", { "data-label": label, class: kind }, ...content);
+export const cell = (label, kind, ...content) => element("td", { "data-label": label, class: kind }, ...content);
 
 function drift(used) {
   if (!used) return "\u2013";
@@ -19,20 +19,22 @@ function drift(used) {
 
 export function drawOverlays(monitor, change) {
   const names = Object.keys(monitor.overlays);
-  if (!names.length) return replace($("overlays"), empty("No overlays: the server answers with its base alone."));
+  const counted = monitor.lessons ? "lessons" : "tokens"; // what a source taught
+  $("overlays-title").textContent = monitor.lessons ? "Sources" : "Overlays";
+  if (!names.length) return replace($("overlays"), empty(`No ${monitor.lessons ? "sources" : "overlays"}: the server answers with its base alone.`));
   const rows = names.map((name) => {
     const overlay = monitor.overlays[name];
     const patches = Object.values(overlay.patches).reduce((sum, count) => sum + count, 0);
     const drop = async () => {
-      const text = `What \u201c${name}\u201d taught (${number(overlay.tokens)} tokens, ${bytes(overlay.bytes)}) is removed, to the bit. Other sources keep what they taught. You can roll back to an earlier version as long as it is kept.`;
+      const text = `What \u201c${name}\u201d taught (${number(overlay[counted])} ${counted}, ${bytes(overlay.bytes)}) is removed, to the bit. Other sources keep what they taught. You can roll back to an earlier version as long as it is kept.`;
       if (!(await confirmed(`Forget \u201c${name}\u201d?`, text, "Forget it"))) return;
       await change(`Forgot ${name}`, () => ask("DELETE", `/v1/sources/${encodeURIComponent(name)}?idempotency_key=${freshKey()}`));
     };
     const button = element("button", { type: "button", class: "small danger", "aria-label": `Forget ${name}`, onclick: drop }, "Forget");
-    return element("tr", {}, cell(null, null, named(name)), cell("tokens", "number", number(overlay.tokens)), cell("size", "number", bytes(overlay.bytes)),
-      cell("patches", "number", number(patches)), cell("changed by", "number", `v${overlay.version}`), cell("drift", "number", drift(monitor.drift[name])), element("td", { class: "action" }, button));
+    return element("tr", {}, cell(null, null, named(name)), cell(counted, "number", number(overlay[counted])), cell("size", "number", bytes(overlay.bytes)),
+      cell("patches", "number", number(patches)), cell("changed by", "number", `v${overlay.version}`), monitor.lessons ? null : cell("drift", "number", drift(monitor.drift[name])), element("td", { class: "action" }, button));
   });
-  const headings = [["Source"], ["Tokens", "number"], ["Size", "number"], ["Patches", "number"], ["Changed by", "number"], ["Drift of budget", "number"], ["", "action"]];
+  const headings = [["Source"], [monitor.lessons ? "Lessons" : "Tokens", "number"], ["Size", "number"], ["Patches", "number"], ["Changed by", "number"], ...(monitor.lessons ? [] : [["Drift of budget", "number"]]), ["", "action"]];
   replace($("overlays"), table(headings, rows));
 }
 
@@ -62,8 +64,12 @@ export async function loadVersions(older) {
 }
 
 function what(line) {
-  if (line.kind === "lesson") return element("span", {}, "Lesson from ", named(String(line.source)));
-  if (line.kind === "drop") return element("span", {}, "Forgot ", named(String(line.source)));
+  const lesson = line.lesson === undefined ? "" : `lesson ${line.lesson} from `;
+  if (line.kind === "lesson") return element("span", {}, lesson ? `Learned ${lesson}` : "Lesson from ", named(String(line.source)));
+  if (line.kind === "drop" || line.kind === "erase") {
+    return element("span", {}, line.kind === "drop" ? "Forgot " : "Erased ", lesson, named(String(line.source)));
+  }
+  if (line.kind === "calibration") return "Measured background text";
   if (line.kind === "rollback") return `Rolled back to v${line.to}`;
   return String(line.kind);
 }
