@@ -477,16 +477,14 @@ class Lessons:
         vector = torch.zeros(max(lesson_of) + 1, decoder.shape[-1], device=decoder.device)
         velocity = torch.zeros_like(vector)
         losses = torch.full((len(turns), len(vector)), torch.inf, device=decoder.device)  # when last read
-        read = [-len(turns)] * len(turns)  # in which pass that was
         decoder.requires_grad_(True)
         try:
             for done in range(config.passes):
                 goes_on = losses.amax(0) >= config.enough
                 if not goes_on.any():
                     return done
-                turn = done if done < len(turns) else self._worst(losses[:, goes_on].mean(1), done, read)
+                turn = done % len(turns)
                 losses[turn], right, gradient = self._gradient(turns[turn], len(vector))
-                read[turn] = done
                 report(done, right)
                 gradient = torch.zeros_like(vector).index_add_(0, owner, gradient[patches, 0].float())
                 velocity = config.momentum * velocity + ops.unit(gradient)
@@ -527,12 +525,6 @@ class Lessons:
             for name, bank in whole.items():
                 setattr(layer, name, bank)
             layer.radius = radius
-
-    @staticmethod
-    def _worst(losses: Tensor, done: int, read: Sequence[int]) -> int:
-        """The turn to read next: the one with the largest loss, times the passes since it was measured."""
-        age = [done - last for last in read]
-        return max(range(len(age)), key=lambda turn: float(losses[turn]) * age[turn])
 
     def _gradient(self, batches: Sequence[Batch], lessons: int) -> tuple[Tensor, float, Tensor]:
         """Each lesson's loss per token of its answers, the share of them predicted, and the gradient."""
