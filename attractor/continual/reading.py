@@ -165,11 +165,11 @@ class Reading:
         for number, (forms, name) in enumerate(zip(lessons, subjects, strict=True)):
             each = max(4, STRANGE // len(forms))
             for place, (prompt, answer) in enumerate(forms):
-                for number_of_text in range(each):
-                    turn = (place + number_of_text * self.config.contexts // each) % self.config.contexts
+                for count in range(each):
+                    turn = (place + count * self.config.contexts // each) % self.config.contexts
                     text = framed(prompt, turn, place, self.frames)[0] + answer
                     start = text.find(name)
-                    other = place * each + number_of_text
+                    other = place * each + count
                     tokens = self._other(text[:start], name, other) if start >= 0 else []
                     if len(tokens) > 1:
                         last = len(tokens) - 1
