@@ -2,7 +2,9 @@
 
     python benchmarks/basins.py --result results/basins-speed.json
 
-Each time is the median over replays of a CUDA graph, in bfloat16; a ratio above 1 is slower.
+Each time is the median over replays of a CUDA graph, in bfloat16; a ratio above 1 is slower. "Whitened"
+routes in a whitened space. Lessons read five widths at once: the FFN's input, and what attention added in
+four blocks.
 """
 
 import argparse
@@ -69,9 +71,13 @@ def main() -> None:
             "top_k": top_k,
             "plain_ms": plain,
         }
+        wide = torch.randn(tokens, 5 * dim, device="cuda", dtype=torch.bfloat16)
         for name, radius in (("everyone inside", -1.0), ("nobody inside", 2.0)):
             found[name] = time_of(APN(dim, radius=radius, **sizes), x) / plain
-        found["whitened, nobody inside"] = time_of(APN(dim, radius=2.0, whiten=True, **sizes), x) / plain
+            whitened = APN(dim, radius=radius, whiten=True, **sizes)
+            found[f"whitened, {name}"] = time_of(whitened, x) / plain
+            reading = APN(dim, radius=radius, whiten=True, read_dim=5 * dim, **sizes)
+            found[f"whitened from five widths, {name}"] = time_of(reading, wide) / plain
         found["the same again"] = time_of(APN(dim, **sizes), x) / plain
         rows.append(found)
         print({name: round(value, 4) for name, value in found.items()}, flush=True)

@@ -11,6 +11,7 @@ the original model.
 """
 
 import argparse
+import hashlib
 import json
 import math
 import time
@@ -119,6 +120,7 @@ class Study:
             raise ValueError(
                 f"{short[0]}.txt is too short for {count} windows and half as many to calibrate by"
             )
+        self.sha256 = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
         self.measured = {name: rows[:count] for name, rows in windows.items()}
         free = torch.cat([rows[count : count + count // 2] for rows in windows.values()])
         self.free = free[torch.randperm(len(free), generator=torch.Generator().manual_seed(0))]
@@ -265,7 +267,13 @@ def run(given: argparse.Namespace) -> None:
     prepared = time.perf_counter() - started
     history: list[dict[str, Any]] = []
     named = {name: value for name, value in vars(given).items() if name not in ("result", "texts", "verb")}
-    result: dict[str, Any] = {"experiment": "facts", "settings": named, "original": before, "chunks": history}
+    result: dict[str, Any] = {
+        "experiment": "facts",
+        "settings": named,
+        "sha256 of the texts": study.sha256,
+        "original": before,
+        "chunks": history,
+    }
 
     def learn(name: str, lessons: Any) -> None:
         start = time.perf_counter()
@@ -396,7 +404,11 @@ def sum_up(given: argparse.Namespace) -> None:
         for title, row in rows[name].items():
             if title != "seeds":
                 print(f"  {title:42s} {row['mean']:.4f}  ({row['least']:.4f} to {row['most']:.4f})")
-    write_result(given.result, {"experiment": "facts", "methods": rows, "cells": cells})
+    made = {json.dumps(cell["provenance"], sort_keys=True): cell["provenance"] for cell in cells}
+    write_result(
+        given.result,
+        {"experiment": "facts", "methods": rows, "cells": cells, "cells_made_by": list(made.values())},
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -413,7 +425,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     one.add_argument("--method", choices=[*RATES, "retrieval"], default="basins")
     one.add_argument("--keep", choices=KEEPS, default="nothing", help="what is done for background text")
     one.add_argument(
-        "--rate", type=float, default=None, help="default: the middle one of the method's ladder"
+        "--rate", type=float, default=None, help="default: the one that the ladder of rates chose"
     )
     one.add_argument("--seed", type=int, default=0)
     one.add_argument("--chunks", type=int, default=20)
@@ -432,5 +444,5 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if given.verb != "run":
         return (rates if given.verb == "rates" else sum_up)(given)
     if given.rate is None:
-        given.rate = RATES[given.method][1] if given.method in RATES else 0.0
+        given.rate = RATES.get(given.method, 0.0)
     run(given)
