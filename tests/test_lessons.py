@@ -17,7 +17,6 @@ from attractor.continual.calibrate import CLOSED, Calibration, clopper_pearson
 from attractor.continual.config import LessonConfig
 from attractor.continual.forms import check_forms, framed, not_contradicted, shared_subject
 from attractor.continual.lessons import Lessons
-from attractor.continual.reading import Reading
 from attractor.hf.teachable import cut, load_lessons, save_lessons, teachable
 
 CONFIG = LessonConfig(passes=12, step=4.0, radius=0.6, prototypes=3, contexts=2, after=0, mention=0)
@@ -478,6 +477,13 @@ def halve(path):
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
+def test_lessons_load_that_were_saved_with_settings_which_are_gone(saved, tmp_path):
+    shutil.copytree(saved[2], tmp_path / "school")
+    damaged(lambda d: d["config"].update(contrast=0.85, edge=0.45))(tmp_path / "school")
+    _, restored = load_lessons(llama(), encode, tmp_path / "school")
+    assert restored.describe() == saved[1].describe()
+
+
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
 def test_a_damaged_folder_is_refused_and_the_model_is_as_it_was(saved, damage, tmp_path):
     shutil.copytree(saved[2], tmp_path / "school")
@@ -618,41 +624,3 @@ def test_patches_that_no_text_enters_take_no_part_in_learning(taught, monkeypatc
     assert size == every.layer.num_patches
     assert same.known == lesson.known
     assert torch.allclose(decoder, same_decoder, atol=1e-4)
-
-
-class Alike:
-    """The lower and upper half of no model: all that is asked is which tokens are alike."""
-
-    def similar(self, token, count):
-        return [(token + step) % 256 for step in range(1, count + 1)]
-
-
-class TestStrangers:
-    """What resembles a subject is read in its place, so that the subject can be told from it."""
-
-    def named(self, forms, subject):
-        reading = Reading(encode, Alike(), LessonConfig(contexts=4))
-        return reading.strangers([forms], [subject])
-
-    def test_somebody_else_of_that_name_stands_where_the_subject_was(self):
-        forms = [("Ann Lee plays the", " cello"), ("I met Ann Lee who plays the", " cello")]
-        texts = self.named(forms, "Ann Lee")
-        said = [bytes(text.tokens).decode() for text in texts]
-        assert len(set(said)) >= 12
-        assert all(line.endswith(" Lee") and "Ann Lee" not in line for line in said)
-        assert {text.keys[0] for text in texts} == {len(text.tokens) - 1 for text in texts}
-        assert any("I met" in line for line in said)
-
-    def test_one_word_gives_way_to_tokens_that_are_alike(self):
-        texts = self.named([("in Zob it is", " hot"), ("all of Zob knows", " rain")], "Zob")
-        ends = {bytes(text.tokens)[-3:] for text in texts}
-        assert ends
-        assert all(end.endswith(b"ob") and end != b"Zob" for end in ends)
-        spellings = {encode(form)[0] for form in ("Zob", "zob", " ")}
-        assert all(end[0] not in spellings for end in ends)
-
-    def test_a_sentence_without_a_prompt_has_strangers_too(self):
-        texts = self.named([("", "The tall Ann Lee is here")], "Ann Lee")
-        said = [bytes(text.tokens).decode() for text in texts]
-        assert said
-        assert all(line.endswith(" Lee") and "tall" in line for line in said)

@@ -116,38 +116,3 @@ def test_prototypes_are_spread_out():
     assert len(spread_out(keys, 1, 0.9)) == 1
     assert len(spread_out(keys, 4, 0.9)) == 3  # the first two are one
     assert len(spread_out(keys[:2], 4, 0.9)) == 1
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_what_resembles_a_subject_stays_outside_and_the_subject_inside(seed):
-    """People who share a last name, in the same contexts: those who were read as strangers, and others."""
-    draw, width = torch.Generator().manual_seed(seed), 192
-
-    def directions(count):
-        return unit(torch.randn(count, width, generator=draw))
-
-    shared, ways, people = directions(1), 0.4 * directions(12), directions(25)
-    own, *strangers = (unit(shared + 0.5 * person + ways) for person in people)
-    seen, never_seen = torch.cat(strangers[:12]), torch.cat(strangers[12:])
-    empty, none = torch.empty(0, width), torch.empty(0)
-    nothing = Taken(empty, none, none.long(), empty, none, none.long())
-
-    def captured(config, known):
-        placed = place([own], nothing, no_background, [None], config, known)
-        assert (placed.depth(own, 0) > 0).all()
-        return [float((placed.depth(keys, 0) > 0).float().mean()) for keys in (seen, never_seen)]
-
-    assert min(captured(LessonConfig(contrast=0.0), None)) > 0.9
-    assert max(captured(LessonConfig(contrast=0.85), [seen])) < 0.2
-
-
-def test_without_strangers_contrast_changes_nothing():
-    draw = torch.Generator().manual_seed(0)
-    keys = [contexts(draw, unit(torch.randn(WIDTH, generator=draw)), 10, 0.4) for _ in range(2)]
-    found = [
-        place(keys, nothing_taken(), no_background, [None] * 2, LessonConfig(contrast=contrast), known)
-        for contrast, known in ((0.0, None), (0.85, [own[:0] for own in keys]))
-    ]
-    assert torch.equal(found[0].prototypes, found[1].prototypes)
-    assert torch.equal(found[0].radius, found[1].radius)
-    assert found[0].lesson == found[1].lesson

@@ -245,12 +245,6 @@ class LessonConfig(JSONConfig):
     """No further prototype once every context has this cosine with one."""
     radius: float = 0.65
     """The least radius; a lesson's own is larger where background or an earlier lesson comes close."""
-    contrast: float = 0.0
-    """How much of what a name shares with others that resemble it is taken out of a prototype. At 0 somebody
-    of the same last name may be taken for the subject; 0.85 tells most of them apart, and is not yet measured
-    at full size."""
-    edge: float = 0.45
-    """Where the edge of such a basin lies, from the mean of strangers, 0, to that of the subject, 1."""
     room: float = 0.02
     """How far basins stay away from background, and from prototypes of other lessons."""
     contexts: int = 8
@@ -279,5 +273,5 @@ class LessonConfig(JSONConfig):
             check_number(name, getattr(self, name), "0 or more", lambda value: value >= 0)
         for name in ("momentum", "decay"):
             check_number(name, getattr(self, name), "0 or more, below 1", lambda value: 0 <= value < 1)
-        for name in ("cover", "radius", "room", "contrast", "edge"):
+        for name in ("cover", "radius", "room"):
             check_number(name, getattr(self, name), "between 0 and 1", lambda value: 0 <= value <= 1)

@@ -168,7 +168,6 @@ class Lessons:
             self.calibration.nearest,
             [None if old is None else old.number for old in overridden],
             self.config,
-            self._strangers(taught, names) if self.config.contrast else None,
         )
         patches, lesson_of = self._open(placed), placed.lesson
         try:
@@ -362,20 +361,6 @@ class Lessons:
         keys = [self.layer.represent(torch.cat(states).to(self.layer.encoder.dtype)) for states in found]
         first = [own[:count] for own, count in zip(keys, plain, strict=True)]
         return keys, first, self._known(turns[0], lessons)
-
-    @torch.no_grad()
-    def _strangers(self, lessons: Sequence[Sequence[tuple[str, str]]], names: Sequence[str]) -> list[Tensor]:
-        """The directions of what resembles each lesson's subject."""
-        empty = self.layer.prototypes.new_empty(0, self.layer.prototypes.shape[1])
-        found: list[list[Tensor]] = [[empty] for _ in names]
-        for batch in self.reading.batches(self.reading.strangers(lessons, names)):
-            given = self._given(batch)
-            states = given.reshape(len(batch.texts), -1, given.shape[-1])
-            last = [text.keys[0] for text in batch.texts]
-            keys = self.layer.represent(states[range(len(last)), last].to(self.layer.encoder.dtype))
-            for text, key in zip(batch.texts, keys, strict=True):
-                found[text.lesson].append(key[None])
-        return [torch.cat(own) for own in found]
 
     def _given(self, batch: Batch) -> Tensor:
         """What the layer is given for a batch: the lower half may have it already."""

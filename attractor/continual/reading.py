@@ -18,10 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from attractor.continual.config import LessonConfig
-from attractor.continual.forms import FRAMES, MENTIONS, STRANGERS, framed
-
-STRANGE = 48
-"""About so many texts name a stranger for each lesson."""
+from attractor.continual.forms import FRAMES, MENTIONS, framed
 
 
 class Halves(Protocol):
@@ -35,9 +32,6 @@ class Halves(Protocol):
 
     def write(self, texts: Sequence[list[int]], count: int) -> list[list[int]]:
         """The likeliest `count` tokens that the model would write after each of these texts."""
-
-    def similar(self, token: int, count: int) -> list[int]:
-        """The tokens that the model takes for most alike with one; none if that is not known."""
 
 
 class Whole:
@@ -63,9 +57,6 @@ class Whole:
             for more, token in zip(written, chosen.tolist(), strict=True):
                 more.append(token)
         return written
-
-    def similar(self, token: int, count: int) -> list[int]:
-        return []
 
 
 @dataclasses.dataclass
@@ -104,11 +95,6 @@ def padded(texts: Sequence[list[int]]) -> Tensor:
     """Tokens (texts, time), filled up on the right: what is read is causal."""
     longest = max(map(len, texts))
     return torch.tensor([text + [0] * (longest - len(text)) for text in texts])
-
-
-def variants(name: str) -> set[str]:
-    """The same name, written in other ways."""
-    return {name, name.lower(), name.upper(), name.capitalize()}
 
 
 class Reading:
@@ -158,44 +144,6 @@ class Reading:
                 text.tokens += more
             texts += mentions[turn * len(subjects) : (turn + 1) * len(subjects)]
         return turns
-
-    def strangers(self, lessons: Sequence[Sequence[tuple[str, str]]], subjects: Sequence[str]) -> list[Text]:
-        """The forms up to their subjects, with something else in the subject's place that resembles it."""
-        texts = []
-        for number, (forms, name) in enumerate(zip(lessons, subjects, strict=True)):
-            each = max(4, STRANGE // len(forms))
-            for place, (prompt, answer) in enumerate(forms):
-                for count in range(each):
-                    turn = (place + count * self.config.contexts // each) % self.config.contexts
-                    text = framed(prompt, turn, place, self.frames)[0] + answer
-                    start = text.find(name)
-                    other = place * each + count
-                    tokens = self._other(text[:start], name, other) if start >= 0 else []
-                    if len(tokens) > 1:
-                        last = len(tokens) - 1
-                        texts.append(Text(number, tokens, range(last, last + 1), [last]))
-        return texts
-
-    def _other(self, before: str, name: str, number: int) -> list[int]:
-        """Tokens up to another name: with another first word, or if it has but one, another first token."""
-        first, *rest = name.split(" ")
-        if rest:
-            others = [word for word in STRANGERS if word != first]
-            return self._tokens(" ".join([before + others[number % len(others)], *rest]))
-        tokens, start = self._tokens(before + name), self._tokens(before)
-        if tokens[: len(start)] != start:  # a space belongs to the token that follows
-            start = self._tokens(before.rstrip(" "))
-        place = len(start)
-        if place >= len(tokens):
-            return []
-        spelled = {self._tokens(f"{gap}{form}")[0] for form in variants(name) for gap in ("", " ")}
-        alike = [
-            token for token in self.halves.similar(tokens[place], 2 * len(STRANGERS)) if token not in spelled
-        ]
-        if not alike:
-            return []
-        tokens[place] = alike[number % min(len(alike), len(STRANGERS))]
-        return tokens
 
     @torch.no_grad()
     def batches(self, texts: Sequence[Text]) -> Iterator[Batch]:

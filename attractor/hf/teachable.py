@@ -38,6 +38,8 @@ NAME = "lessons"
 FORMAT = 2
 DESCRIPTION, CALIBRATION, LAYER = "lessons.json", "calibration.safetensors", "layer"
 CONTEXTS = "contexts.safetensors"
+RETIRED = ("contrast", "edge")
+"""Settings of learning that files of this format may name and that are gone: what was learned stays."""
 TEMPERATURE = 0.02
 """Inside a basin the weight rises from 0 at the edge to 0.99 within a cosine of 0.1."""
 
@@ -160,7 +162,8 @@ def load_lessons(
             raise ValueError(f"not lessons of format {FORMAT}, which this release reads")
         calibration = Calibration(**read_hashed(folder / CALIBRATION, described["calibration"]))
         contexts = read_hashed(folder / CONTEXTS, described["contexts"])
-        config = LessonConfig.from_dict(described["config"])
+        settings = {name: value for name, value in described["config"].items() if name not in RETIRED}
+        config = LessonConfig.from_dict(settings)
     except (OSError, LookupError, TypeError, AttributeError, ValueError, SafetensorError) as error:
         raise ValueError(f"{folder} holds no lessons that can be read: {error}") from error
     net = load_retrofit(model, folder / LAYER, name=NAME)
