@@ -36,6 +36,9 @@ WINDOW = 256
 GRAMMARS = ("facts", "facts_confirm", "facts_third")
 """In the order in which they were written: the last is the one that no setting was chosen by."""
 BACKGROUNDS = ("wikitext2_test", "austen", "python_stdlib", "german_law")
+CHARACTERS = 1_200_000
+"""So much of each text is read. The windows that are measured come first, then those to calibrate by; replay
+and KL draw from all that are not measured. Few of them would be learned by heart."""
 TAIL = ". The weather was fine that day, and many people went to the market to buy fruit and bread."
 """What may follow a fact: text that the model should go on to predict as before."""
 
@@ -114,7 +117,7 @@ class Study:
         self.world = World(given.seed, given.chunks, given.grammar)
         self.reader = Reader(self.encode, given.device, self.autocast)
         count = given.windows
-        texts = {name: (given.texts / f"{name}.txt").read_text()[: count * 3000] for name in BACKGROUNDS}
+        texts = {name: (given.texts / f"{name}.txt").read_text()[:CHARACTERS] for name in BACKGROUNDS}
         windows = {name: cut([text], self.encode, WINDOW) for name, text in texts.items()}
         if short := [name for name, rows in windows.items() if len(rows) < count + count // 2]:
             raise ValueError(
@@ -122,8 +125,9 @@ class Study:
             )
         self.sha256 = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
         self.measured = {name: rows[:count] for name, rows in windows.items()}
-        free = torch.cat([rows[count : count + count // 2] for rows in windows.values()])
-        self.free = free[torch.randperm(len(free), generator=torch.Generator().manual_seed(0))]
+        self.free = shuffled([rows[count : count + count // 2] for rows in windows.values()])
+        most = min(len(rows) for rows in windows.values())  # of every kind as many
+        self.old = shuffled([rows[count:most] for rows in windows.values()])
 
     def autocast(self) -> Any:
         return torch.autocast("cuda", torch.bfloat16) if self.device == "cuda" else nullcontext()
@@ -242,6 +246,12 @@ class Study:
         return self.reader.recall(call, [item for part in items for item in part])
 
 
+def shuffled(parts: Sequence[Tensor]) -> Tensor:
+    """The rows of all parts in an order that is always the same."""
+    rows = torch.cat(list(parts))
+    return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+
+
 def rise(after: Sequence[float], before: Sequence[float]) -> float:
     """By what share perplexity rose."""
     return math.exp(sum(after) / len(after) - sum(before) / len(before)) - 1
@@ -259,6 +269,7 @@ def run(given: argparse.Namespace) -> None:
         study.model,
         study.encode,
         study.free,
+        study.old,
         rate=given.rate,
         keep=given.keep,
         settings=given.lesson,
@@ -271,6 +282,7 @@ def run(given: argparse.Namespace) -> None:
         "experiment": "facts",
         "settings": named,
         "sha256 of the texts": study.sha256,
+        "windows to replay": len(study.old),
         "original": before,
         "chunks": history,
     }

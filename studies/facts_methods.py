@@ -93,7 +93,7 @@ class FineTune:
         reading: Reading,
         tuned: Any,
         parameters: list[nn.Parameter],
-        free: Tensor,
+        old: Tensor,
         *,
         rate: float,
         keep: str,
@@ -102,7 +102,7 @@ class FineTune:
         compiled: bool = False,
     ) -> None:
         self.base, self.tuned, self.parameters = base, tuned, parameters
-        self.free, self.rate, self.keep, self.batch, self.windows = free, rate, keep, batch, windows
+        self.old, self.rate, self.keep, self.batch, self.windows = old, rate, keep, batch, windows
         self.texts, self.config, self.autocast = reading.texts, reading.config, reading.autocast
         self.device = torch.device(reading.device)
         self.graph: Any = None
@@ -172,7 +172,7 @@ class FineTune:
         row, position, target, is_answer, _ = map(torch.tensor, zip(*places, *fill, strict=True))
         weight = torch.where(is_answer, 1.0, self.config.after_weight)
         weight[len(places) :] = 0
-        old = self.free[torch.randint(len(self.free), (self.windows,))]
+        old = self.old[torch.randint(len(self.old), (self.windows,))]
         return Inputs(tokens, row, position, target, weight, is_answer, old, torch.tensor(rate))
 
     def _run(self, given: Inputs) -> Tensor:
@@ -249,7 +249,9 @@ class Memory(FineTune):
     """Sparse memory fine-tuning (arXiv 2510.15103) with layers of ours: many fixed keys among background
     activations, and in each step only the values learn that its texts use more than background does."""
 
-    def __init__(self, base: Any, reading: Reading, model: Any, free: Tensor, **options: Any) -> None:
+    def __init__(
+        self, base: Any, reading: Reading, model: Any, free: Tensor, old: Tensor, **options: Any
+    ) -> None:
         blocks = len(find_places(model, "all"))
         numbers = range(blocks // 8 or 1, blocks * 3 // 4, blocks // 8 or 1)
         net = retrofit(model, MEMORY, layers=list(numbers), dtype=torch.float32, name="memory")
@@ -279,7 +281,7 @@ class Memory(FineTune):
             usual = self._count(layer, keys)
             self.usual.append(usual / usual.sum())
             layer.register_forward_pre_hook(self._watch)
-        super().__init__(base, reading, net, [layer.decoder for layer in self.layers], free, **options)
+        super().__init__(base, reading, net, [layer.decoder for layer in self.layers], old, **options)
 
     def _count(self, layer: Any, keys: Tensor) -> Tensor:
         count = torch.zeros(layer.num_patches, device=keys.device)
@@ -337,13 +339,17 @@ def method(
     model: Any,
     encode: Any,
     free: Tensor,
+    old: Tensor,
     *,
     rate: float,
     keep: str,
     settings: dict[str, Any],
     autocast: Any,
 ) -> Any:
-    """A method by its name, on a copy of the model where it changes it."""
+    """A method by its name, on a copy of the model where it changes it.
+
+    It may calibrate by the windows `free`, and replay the windows `old`.
+    """
     if name == "retrieval":
         return Retrieval(model)
     if name == "basins":
@@ -353,10 +359,10 @@ def method(
     reading = Reading(encode, Undivided(model), config, device=model.device, autocast=autocast)
     options: dict[str, Any] = {"rate": rate, "keep": keep}
     if name == "memory":
-        return Memory(model, reading, tuned, free, **options)
+        return Memory(model, reading, tuned, free, old, **options)
     options["compiled"] = name in ("full", "lora")
     if name == "full":
-        return FineTune(model, reading, tuned, list(tuned.parameters()), free, **options)
+        return FineTune(model, reading, tuned, list(tuned.parameters()), old, **options)
     if name == "lora":
         from peft import LoraConfig, get_peft_model
 
@@ -364,4 +370,4 @@ def method(
     else:
         tuned = retrofit(tuned, BESIDE, dtype=torch.float32)
     parameters = [parameter for parameter in tuned.parameters() if parameter.requires_grad]
-    return FineTune(model, reading, tuned, parameters, free, **options)
+    return FineTune(model, reading, tuned, parameters, old, **options)

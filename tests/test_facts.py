@@ -158,7 +158,15 @@ class TestMethods:
         free = cut(["the quick brown fox jumps over a lazy dog. " * 80], encode, 32)
         settings = {"passes": 1, "after": 0, "mention": 0}
         learner = facts_methods.method(
-            "memory", model, encode, free, rate=0.1, keep="nothing", settings=settings, autocast=nullcontext
+            "memory",
+            model,
+            encode,
+            free,
+            free,
+            rate=0.1,
+            keep="nothing",
+            settings=settings,
+            autocast=nullcontext,
         )
         learner.batch = 10**6  # one step in a pass
         learner.learn(world.lessons(0), 0)
