@@ -75,6 +75,18 @@ def needs_backward(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
+def lengths(z_nd: Tensor, P_Km: Tensor, inverse_z_n: Tensor, inverse_p_K: Tensor) -> None:
+    """One over the lengths of tokens and prototypes: what `route` and `route_pairs` read."""
+    from attractor.ops import kernels
+
+    (n, d), (K, m) = z_nd.shape, P_Km.shape
+    D_P, M_P = power(d, 16), power(m, 16)
+    BN = max(1, 4096 // D_P)
+    kernels.lengths[(-(-n // BN) + -(-K // BN),)](
+        z_nd, P_Km, inverse_z_n, inverse_p_K, n, D=d, K=K, M=m, D_P=D_P, M_P=M_P, BN=BN
+    )
+
+
 class Shape(NamedTuple):
     """Sizes of one call, and the blocks it is cut into."""
 

@@ -43,6 +43,52 @@ def inverse_length(squared):
 
 
 @triton.jit
+def row_lengths(
+    x, inverse, first, count, M: tl.constexpr, M_P: tl.constexpr, BN: tl.constexpr, MARK: tl.constexpr
+):
+    """One over the lengths of BN rows of M channels. MARK: NaN for a row that is not finite."""
+    rows = first + tl.arange(0, BN)
+    cols = tl.arange(0, M_P)
+    here = (rows < count)[:, None] & (cols < M)[None, :]
+    tile = tl.load(x + rows[:, None].to(tl.int64) * M + cols, mask=here, other=0.0).to(tl.float32)
+    squared = tl.sum(tile * tile, 1)
+    length = inverse_length(squared)
+    if MARK:
+        length = tl.where(squared < float("inf"), length, float("nan"))  # False for NaN too
+    tl.store(inverse + rows, length, mask=rows < count)
+
+
+@triton.jit
+def lengths(
+    z,
+    P,
+    inverse_z,
+    inverse_p,
+    n,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    M: tl.constexpr,
+    D_P: tl.constexpr,
+    M_P: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """One over the lengths of all tokens (NaN: not finite) and of K rows of M channels to compare them with.
+
+    A pass of its own, although the kernels that choose patches load the same tiles. The matrix unit of a
+    Hopper GPU still reads a tile while tiles further on are copied, and Triton's pipeline allows for that
+    with one more buffer only if nothing but the product reads the tile. With a sum of squares beside the
+    product the copy lands in the tile that is being multiplied: other patches in every run (Triton 3.6 to
+    3.8). tests/shared_memory.py looks for such tiles.
+    """
+    tokens = tl.cdiv(n, BN)
+    program = tl.program_id(0)
+    if program < tokens:
+        row_lengths(z, inverse_z, program * BN, n, D, D_P, BN, True)
+    else:
+        row_lengths(P, inverse_p, (program - tokens) * BN, K, M, M_P, BN, False)
+
+
+@triton.jit
 def scores(z_tile, P_tile, acc, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
     if SPLIT:
         return split_dot(z_tile.to(tl.float32), P_tile.to(tl.float32), acc)
