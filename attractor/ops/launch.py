@@ -133,7 +133,7 @@ class Shape(NamedTuple):
                 "BK": 256,
                 "BD": 64,
                 "num_warps": 8,
-                "num_stages": 3,
+                "num_stages": 3 if self.r <= 128 else 2,  # three tiles of a wide code do not fit
             },
             "decode": {"BD": 64, "num_warps": 4 if small else 8, "num_stages": 3},
             "combine": {"BN": 8, "BD": 128, "num_warps": 4},

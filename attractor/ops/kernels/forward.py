@@ -207,12 +207,13 @@ def route(
     code = tl.arange(0, R_P)
     z_rows = z + rows[:, None].to(tl.int64) * D
 
-    # one pass over the tokens: code, length and the scores of the first patches
-    squared = tl.zeros((BN,), tl.float32)
+    length = tl.load(inverse_z + rows, mask=is_row, other=0.0)
+    finite = length == length
+    # one pass over the tokens: code and the scores of the first patches. Nothing but products may read the
+    # tiles: see `lengths`
     u_acc = tl.zeros((BN, R_P), tl.float32)
     patches = tl.arange(0, BK)
     acc = tl.zeros((BN, BK), tl.float32)
-    squared_p = tl.zeros((BK,), tl.float32)
     for start in range(0, D, BD):
         cols = start + tl.arange(0, BD)
         z_tile = tl.load(z_rows + cols, mask=is_row[:, None] & (cols < D)[None, :], other=0.0)
@@ -220,13 +221,8 @@ def route(
         V_tile = tl.load(V + cols[:, None] * R + code, mask=is_col[:, None] & (code < R)[None, :], other=0.0)
         is_P = (patches < K)[None, :] & is_col[:, None]
         P_tile = tl.load(P + patches[None, :] * D + cols[:, None], mask=is_P, other=0.0)
-        squared += tl.sum(z_tile.to(tl.float32) * z_tile.to(tl.float32), 1)
-        squared_p += tl.sum(P_tile.to(tl.float32) * P_tile.to(tl.float32), 0)
         u_acc = dot(z_tile.to(DTYPE), V_tile.to(DTYPE), u_acc, PRECISION)
         acc = scores(z_tile, P_tile, acc, SPLIT, PRECISION)
-    finite = squared < float("inf")  # False for NaN too
-    length = inverse_length(squared)
-    tl.store(inverse_z + rows, length, mask=is_row)
     u_acc = tl.where(finite[:, None], u_acc, 0.0)
     tl.store(u + rows[:, None].to(tl.int64) * R + code, u_acc, mask=is_row[:, None] & (code < R)[None, :])
     factor = length * inverse_tau if COSINE else tl.zeros((BN,), tl.float32) + inverse_tau
@@ -238,7 +234,6 @@ def route(
         patches = first + tl.arange(0, BK)
         if first > 0:
             acc = tl.zeros((BN, BK), tl.float32)
-            squared_p = tl.zeros((BK,), tl.float32)
             for start in range(0, D, BD):
                 cols = start + tl.arange(0, BD)
                 z_tile = tl.load(z_rows + cols, mask=is_row[:, None] & (cols < D)[None, :], other=0.0)
@@ -247,11 +242,8 @@ def route(
                     mask=(patches < K)[None, :] & (cols < D)[:, None],
                     other=0.0,
                 )
-                squared_p += tl.sum(P_tile.to(tl.float32) * P_tile.to(tl.float32), 0)
                 acc = scores(z_tile, P_tile, acc, SPLIT, PRECISION)
-        length_p = inverse_length(squared_p)
-        if tl.program_id(0) == 0:
-            tl.store(inverse_p + patches, length_p, mask=patches < K)
+        length_p = tl.load(inverse_p + patches, mask=patches < K, other=0.0)
         acc = tl.where(finite[:, None], acc * length_p[None, :] * factor[:, None], 0.0)
         if HAS_RADIUS:
             edge = tl.load(radius + patches, mask=patches < K, other=0.0).to(tl.float32) * inverse_tau
