@@ -4,13 +4,15 @@
     python tests/shared_memory.py 86 256 bfloat16 64 whole     all the way to machine code
     python tests/shared_memory.py 86 256 bfloat16 64 90 128 float32 64         one after the other
     python tests/shared_memory.py 86 8 bfloat16 65536 product                  product prototypes
+    python tests/shared_memory.py 90 8 bfloat16 65536 product tiles            tiles that are read in two ways
 
-prints JSON, kernel -> bytes, a line for each. TRITON_INTERPRET must not be set: the interpreter has no
-compiler.
+prints JSON, kernel -> bytes (or tiles), a line for each. TRITON_INTERPRET must not be set: the interpreter
+has no compiler.
 """
 
 import json
 import math
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -90,9 +92,7 @@ def launches_of(step: Callable[..., None], *sizes: Any) -> list[Launch]:
     return found
 
 
-def shared_memory(
-    kernel: Any, arguments: dict[str, Any], options: dict[str, Any], capability: int, whole: bool
-) -> int:
+def source_of(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
     signature, constants, attributes = {}, {}, {}
     for place, parameter in enumerate(kernel.params):
         value = arguments[parameter.name]
@@ -104,26 +104,12 @@ def shared_memory(
             attributes[(place,)] = [["tt.divisibility", 16]]
         else:
             signature[parameter.name] = NUMBERS[type(value)]
-    source = ASTSource(kernel, signature, constants, attributes)
-    target = GPUTarget("cuda", capability, 32)
-    if whole:
-        return int(triton.compile(source, target=target, options=options).metadata.shared)
-    return lowered(source, target, options)
+    return ASTSource(kernel, signature, constants, attributes)
 
 
-def lowered(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> int:
+def shared_memory(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> int:
     """What `triton.compile` does until it knows the size; LLVM and the assembler take longer."""
-    backend = make_backend(target)
-    chosen = backend.parse_options(options | source.parse_options())
-    stages: dict[str, Callable[..., Any]] = {}
-    backend.add_stages(stages, chosen, source.language)
-    context = ir.context()
-    ir.load_dialects(context)
-    backend.load_dialects(context)
-    parts = backend.get_codegen_implementation(chosen), backend.get_module_map(), context
-    module, metadata = source.make_ir(target, chosen, *parts), {}
-    for stage in ("ttir", "ttgir"):
-        module = stages[stage](module, metadata)
+    context, module, chosen = lowered(source, target, options)
     manager = ir.pass_manager(context)  # from here on, the first steps of the stage "llir"
     passes.ttgpuir.add_combine_tensor_select_and_if(manager)
     passes.ttgpuir.add_allocate_warp_groups(manager, False)
@@ -135,22 +121,67 @@ def lowered(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> in
     return int(module.get_int_attr("ttg.shared"))
 
 
+def tiles_read_twice(text: str) -> list[str]:
+    """Pipelined tiles of a kernel that a product still reads when the next are copied, and others read too.
+
+    Triton then counts one buffer too few, and the copy lands in a tile that is being multiplied.
+    """
+    queue_of: dict[str, str] = {}  # of a tile; a number tells queues of the same name apart
+    loaded, multiplied = set(), set()
+    for line in text.splitlines():
+        if found := re.search(r"(%\w+) = ttg\.local_alloc : \(\) ->", line):
+            queue_of[found[1]] = f"{found[1]} ({len(queue_of)})"
+        elif found := re.search(r"(%\w+) = ttg\.memdesc_(?:index|trans) (%\w+)", line):
+            queue_of[found[1]] = queue_of.get(found[2], "")
+        elif found := re.search(r"ttg\.local_load (%\w+)", line):
+            loaded.add(queue_of.get(found[1], ""))
+        elif found := re.search(r"warp_group_dot_wait ([^{]*)\{pendings = [1-9]", line):
+            multiplied |= {queue_of.get(name, "") for name in re.findall(r"%\w+", found[1])}
+    return sorted(loaded & multiplied - {""})
+
+
+def lowered(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """The kernel as Triton's own language for GPUs, with its context and the options it took."""
+    backend = make_backend(target)
+    chosen = backend.parse_options(options | source.parse_options())
+    stages: dict[str, Callable[..., Any]] = {}
+    backend.add_stages(stages, chosen, source.language)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    parts = backend.get_codegen_implementation(chosen), backend.get_module_map(), context
+    module, metadata = source.make_ir(target, chosen, *parts), {}
+    for stage in ("ttir", "ttgir"):
+        module = stages[stage](module, metadata)
+    return context, module, chosen
+
+
 def needs_of(
-    step: Callable[..., None], capability: int, rank: int, dtype: str, patches: int, whole: bool
-) -> dict[str, int]:
+    step: Callable[..., None], capability: int, rank: int, dtype: str, patches: int, how: str
+) -> dict[str, Any]:
+    """Of each kernel that a step launches: the most bytes, or the tiles that are read twice."""
     launch.little_shared_memory = lambda: MOST[capability] < launch.LITTLE
-    needs: dict[str, int] = {}
+    target = GPUTarget("cuda", capability, 32)
+    needs: dict[str, Any] = {}
     for kernel, arguments, options in launches_of(step, rank, getattr(torch, dtype), patches):
-        size = shared_memory(kernel, arguments, options, capability, whole)
-        needs[kernel.__name__] = max(size, needs.get(kernel.__name__, 0))
+        source, name = source_of(kernel, arguments), kernel.__name__
+        if how == "tiles":
+            needs[name] = needs.get(name, []) + tiles_read_twice(str(lowered(source, target, options)[1]))
+            continue
+        if how == "whole":
+            size = int(triton.compile(source, target=target, options=options).metadata.shared)
+        else:
+            size = shared_memory(source, target, options)
+        needs[name] = max(size, needs.get(name, 0))
     return needs
 
 
 if __name__ == "__main__":
     torch.set_float32_matmul_precision("high")  # what needs the most
-    words = [word for word in sys.argv[1:] if word not in ("whole", "product")]
+    hows = ("whole", "tiles", "product")
+    words = [word for word in sys.argv[1:] if word not in hows]
     step = product_step if "product" in sys.argv else flat_step
+    how = next((word for word in ("whole", "tiles") if word in sys.argv), "")
     for start in range(0, len(words), 4):
         capability, rank, dtype, patches = words[start : start + 4]
-        needs = needs_of(step, int(capability), int(rank), dtype, int(patches), "whole" in sys.argv)
-        print(json.dumps(needs))
+        print(json.dumps(needs_of(step, int(capability), int(rank), dtype, int(patches), how)))

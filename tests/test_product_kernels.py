@@ -21,6 +21,7 @@ KERNELS = {
     "few_halves",
     "few_pairs",
     "route_pairs",
+    "lengths",
     "gather_decode",
     "gather_backward",
     "token_gradient",
@@ -74,7 +75,9 @@ def assert_matches(layer: APN, x: torch.Tensor, *, seed: int = 0) -> None:
         {"gate": "scalar", "sparse_gradients": True},
         {"routing": "dot", "temperature": 1.0, "scale": 0.3},
         {"patch_dropout": 0.5},
-        {"dim": 34, "num_patches": 270**2, "top_k": 5, "rank": 1},  # more rows than a program holds at once
+        {"dim": 16, "num_patches": 256**2, "top_k": 4, "rank": 2},  # more rows than a program holds at once
+        {"dim": 34, "num_patches": 270**2, "top_k": 5, "rank": 1},  # and the last of them are few
+        {"dim": 8, "num_patches": 1024**2, "top_k": 4, "rank": 1, "sparse_gradients": True},
         {"dim": 130, "num_patches": 9, "top_k": 9, "rank": 11},  # every patch, and nothing a power of two
         {"dim": 2080 if ON_GPU else 1040, "num_patches": 4, "top_k": 1, "rank": 9},  # a row in pieces
         {"num_patches": 1, "top_k": 1, "rank": 1},
@@ -255,6 +258,30 @@ def test_every_kernel_fits(case):
     (needs,) = needs_of(case, how=("product",))
     assert needs.keys() >= KERNELS
     assert {name: size for name, size in needs.items() if size > MOST[case[0]]} == {}
+
+
+@pytest.mark.parametrize("case", [(90, 8, "bfloat16", 65536), (90, 8, "float32", 65536)], ids=str)
+def test_no_tile_is_copied_over_while_it_is_multiplied(case):
+    """With 256 rows an earlier `route_pairs` chose other patches in each run (see kernels.lengths)."""
+    (tiles,) = needs_of(case, how=("product", "tiles"))
+    assert tiles.keys() >= KERNELS
+    assert {name: found for name, found in tiles.items() if found} == {}
+
+
+def test_tiles_that_are_read_twice_are_found():
+    from shared_memory import tiles_read_twice
+
+    text = """
+        %a = ttg.local_alloc : () -> !ttg.memdesc<2x64x64xbf16>
+        %b = ttg.local_alloc : () -> !ttg.memdesc<3x64x64xbf16>
+        %c = ttg.memdesc_index %a[%i] : !ttg.memdesc<2x64x64xbf16>
+        %d = ttg.local_load %c token %t : !ttg.memdesc<64x64xbf16>
+        %e = ttg.memdesc_index %b[%i] : !ttg.memdesc<3x64x64xbf16>
+        %f = ttng.warp_group_dot %c, %e, %x {isAsync = true}
+        %g:3 = ttng.warp_group_dot_wait %f, %c, %e {pendings = 1 : i32}
+    """
+    assert tiles_read_twice(text) == ["%a (0)"]
+    assert tiles_read_twice(text.replace("pendings = 1", "pendings = 0")) == []
 
 
 @pytest.mark.slow

@@ -5,12 +5,21 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_layer import needs_triton
 
 SCRIPT = Path(__file__).with_name("shared_memory.py")
-KERNELS = {"route", "decode", "token_backward", "decode_backward", "bank_backward", "encoder_backward"}
+KERNELS = {
+    "lengths",
+    "route",
+    "decode",
+    "token_backward",
+    "decode_backward",
+    "bank_backward",
+    "encoder_backward",
+}
 
 Case = tuple[int, int, str, int]
 CASES: list[Case] = [
@@ -21,7 +30,7 @@ CASES: list[Case] = [
 """Those that need the most."""
 
 
-def needs_of(*cases: Case, how: tuple[str, ...] = ()) -> list[dict[str, int]]:
+def needs_of(*cases: Case, how: tuple[str, ...] = ()) -> list[dict[str, Any]]:
     """In one process: to start it takes as long as to compile a case."""
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     command = [sys.executable, str(SCRIPT), *(str(word) for case in cases for word in case), *how]
@@ -38,6 +47,14 @@ def test_every_kernel_fits(cases: list[Case]) -> None:
     for case, needs in zip(cases, needs_of(*cases), strict=True):
         assert needs.keys() >= KERNELS, case
         assert {name: size for name, size in needs.items() if size > MOST[case[0]]} == {}, case
+
+
+@needs_triton
+@pytest.mark.parametrize("case", [(90, 32, "bfloat16", 256), (90, 128, "float32", 64)], ids=str)
+def test_no_tile_is_copied_over_while_it_is_multiplied(case: Case) -> None:
+    (tiles,) = needs_of(case, how=("tiles",))
+    assert tiles.keys() >= KERNELS
+    assert {name: found for name, found in tiles.items() if found} == {}
 
 
 @needs_triton

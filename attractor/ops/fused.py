@@ -121,6 +121,7 @@ def fused(
         {"BD": min(32, launch.power(d, 16)), "num_stages": 2} if float32 else {}
     )
     blocks["BK"] = min(blocks["BK"], launch.power(K, 16))
+    launch.lengths(z_nd, P_Kd, inverse_z_n, inverse_p_K)
     kernels.route[(-(-n // blocks["BN"]),)](
         z_nd,
         P_Kd,

@@ -75,6 +75,18 @@ def needs_backward(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
+def lengths(z_nd: Tensor, P_Km: Tensor, inverse_z_n: Tensor, inverse_p_K: Tensor) -> None:
+    """One over the lengths of tokens and prototypes: what `route` and `route_pairs` read."""
+    from attractor.ops import kernels
+
+    (n, d), (K, m) = z_nd.shape, P_Km.shape
+    D_P, M_P = power(d, 16), power(m, 16)
+    BN = max(1, 4096 // D_P)
+    kernels.lengths[(-(-n // BN) + -(-K // BN),)](
+        z_nd, P_Km, inverse_z_n, inverse_p_K, n, D=d, K=K, M=m, D_P=D_P, M_P=M_P, BN=BN
+    )
+
+
 class Shape(NamedTuple):
     """Sizes of one call, and the blocks it is cut into."""
 
@@ -121,7 +133,7 @@ class Shape(NamedTuple):
                 "BK": 256,
                 "BD": 64,
                 "num_warps": 8,
-                "num_stages": 3,
+                "num_stages": 3 if self.r <= 128 else 2,  # three tiles of a wide code do not fit
             },
             "decode": {"BD": 64, "num_warps": 4 if small else 8, "num_stages": 3},
             "combine": {"BN": 8, "BD": 128, "num_warps": 4},

@@ -1,9 +1,9 @@
 """Product prototypes in a few Triton kernels: what GPUs use for up to a million patches.
 
-Choosing (`route_pairs`) and decoding (`gather_decode`) are one kernel each; scores stay in registers. No
-kernel adds floats with atomics, and nothing waits for the host: gradients of gates and decoders are summed
-over pairs sorted by patch. They are dense, or compact: rows of the patches that were selected, as many as
-there are pairs, of which those too many are zeros for the last patch once more.
+Choosing (`route_pairs`) and decoding (`gather_decode`) are one kernel each, after one for lengths; scores
+stay in registers. No kernel adds floats with atomics, and nothing waits for the host: gradients of gates and
+decoders are summed over pairs sorted by patch. They are dense, or compact: rows of the patches that were
+selected, as many as there are pairs, of which those too many are zeros for the last patch once more.
 
 Shape suffixes as in reference.py; p = n * k pairs.
 """
@@ -21,11 +21,14 @@ from attractor.ops.reference import APNOutput
 MOST_RANK, MOST_ACTIVE = 64, 16
 """Up to here the kernels hold what they need in registers."""
 MOST_ROWS = 64
-"""So large may codebooks be on a GPU: up to here choices and gradients matched float64. With 256 rows
-`route_pairs` chose other patches in each of two runs on an H200, a race that is not found yet: there the
-plain path runs."""
+"""So large may codebooks be on a GPU: up to here choices and gradients matched float64. With 256 rows an
+earlier `route_pairs` chose other patches in each of two runs on an H200; `kernels.lengths` says why. Until
+benchmarks/product_check.py has shown equal runs with more rows on a GPU, the plain path runs there: then
+this may be 1024."""
 FEW_TOKENS, FEW_ROWS = 64, 4096
 """Up to here, without gradients, a token and a few rows of a codebook have a program of their own."""
+TRIED: dict[str, int] = {}
+"""Sizes of `route_pairs` instead of those that are chosen: for benchmarks/product_check.py."""
 WAVE = 264
 """Programs that keep a large GPU busy."""
 
@@ -34,6 +37,23 @@ def gather_blocks(shape: Shape, most: int = 8192) -> dict[str, int]:
     """A whole row of up to 1024 channels to a program, 16 bytes of it to a thread; and a few such rows."""
     BD = min(1024, power(shape.d, 16))
     return {"BR": min(power(shape.r), max(1, most // BD)), "BD": BD, "num_warps": max(1, min(4, BD // 256))}
+
+
+def route_blocks(
+    shape: Shape, rows: int, of_tokens: torch.dtype, of_codebooks: torch.dtype
+) -> tuple[dict[str, int], bool]:
+    """Sizes of `route_pairs`, and whether float32 factors are split for the matrix unit."""
+    float32 = torch.float32 in (of_tokens, of_codebooks)
+    exact = shape.dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    split = float32 and not (exact and of_tokens == of_codebooks)
+    blocks = shape.blocks("route")
+    # 64 tokens and 128 rows: what four warps hold in registers while they look for the best
+    blocks |= {"BN": min(blocks["BN"], 64), "BK": min(128, power(shape.K, 16))}
+    if blocks["BN"] == 64 and not float32:
+        blocks["num_warps"] = 4
+    if float32:
+        blocks |= {"BD": min(32, power(shape.d, 16)), "num_stages": 2}
+    return blocks | TRIED, split
 
 
 def product_forward(
@@ -102,13 +122,8 @@ def product_forward(
             **blocks,
         )
         return outputs
-    float32 = torch.float32 in (z_nd.dtype, C_2Nm.dtype)
-    exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
-    blocks = shape.blocks("route") | ({"BD": min(32, power(d, 16)), "num_stages": 2} if float32 else {})
-    blocks["BK"] = min(blocks["BK"], power(N, 16))
-    split = float32 and not (exact and z_nd.dtype == C_2Nm.dtype)
-    if rows > 8 or (float32 and not split) or launch.little_shared_memory():  # so that registers suffice
-        blocks |= {"BN": min(blocks["BN"], 64), "BK": min(blocks["BK"], 128)}
+    launch.lengths(z_nd, C_2Nm.flatten(0, 1), inverse_z_n, inverse_c_2N)
+    blocks, split = route_blocks(shape, rows, z_nd.dtype, C_2Nm.dtype)
     kernels.route_pairs[(-(-n // blocks["BN"]),)](
         z_nd,
         C_2Nm,

@@ -43,6 +43,52 @@ def inverse_length(squared):
 
 
 @triton.jit
+def row_lengths(
+    x, inverse, first, count, M: tl.constexpr, M_P: tl.constexpr, BN: tl.constexpr, MARK: tl.constexpr
+):
+    """One over the lengths of BN rows of M channels. MARK: NaN for a row that is not finite."""
+    rows = first + tl.arange(0, BN)
+    cols = tl.arange(0, M_P)
+    here = (rows < count)[:, None] & (cols < M)[None, :]
+    tile = tl.load(x + rows[:, None].to(tl.int64) * M + cols, mask=here, other=0.0).to(tl.float32)
+    squared = tl.sum(tile * tile, 1)
+    length = inverse_length(squared)
+    if MARK:
+        length = tl.where(squared < float("inf"), length, float("nan"))  # False for NaN too
+    tl.store(inverse + rows, length, mask=rows < count)
+
+
+@triton.jit
+def lengths(
+    z,
+    P,
+    inverse_z,
+    inverse_p,
+    n,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    M: tl.constexpr,
+    D_P: tl.constexpr,
+    M_P: tl.constexpr,
+    BN: tl.constexpr,
+):
+    """One over the lengths of all tokens (NaN: not finite) and of K rows of M channels to compare them with.
+
+    A pass of its own, although the kernels that choose patches load the same tiles. The matrix unit of a
+    Hopper GPU still reads a tile while tiles further on are copied, and Triton's pipeline allows for that
+    with one more buffer only if nothing but the product reads the tile. With a sum of squares beside the
+    product the copy lands in the tile that is being multiplied: other patches in every run (Triton 3.6 to
+    3.8). tests/shared_memory.py looks for such tiles.
+    """
+    tokens = tl.cdiv(n, BN)
+    program = tl.program_id(0)
+    if program < tokens:
+        row_lengths(z, inverse_z, program * BN, n, D, D_P, BN, True)
+    else:
+        row_lengths(P, inverse_p, (program - tokens) * BN, K, M, M_P, BN, False)
+
+
+@triton.jit
 def scores(z_tile, P_tile, acc, SPLIT: tl.constexpr, PRECISION: tl.constexpr):
     if SPLIT:
         return split_dot(z_tile.to(tl.float32), P_tile.to(tl.float32), acc)
@@ -161,12 +207,13 @@ def route(
     code = tl.arange(0, R_P)
     z_rows = z + rows[:, None].to(tl.int64) * D
 
-    # one pass over the tokens: code, length and the scores of the first patches
-    squared = tl.zeros((BN,), tl.float32)
+    length = tl.load(inverse_z + rows, mask=is_row, other=0.0)
+    finite = length == length
+    # one pass over the tokens: code and the scores of the first patches. Nothing but products may read the
+    # tiles: see `lengths`
     u_acc = tl.zeros((BN, R_P), tl.float32)
     patches = tl.arange(0, BK)
     acc = tl.zeros((BN, BK), tl.float32)
-    squared_p = tl.zeros((BK,), tl.float32)
     for start in range(0, D, BD):
         cols = start + tl.arange(0, BD)
         z_tile = tl.load(z_rows + cols, mask=is_row[:, None] & (cols < D)[None, :], other=0.0)
@@ -174,13 +221,8 @@ def route(
         V_tile = tl.load(V + cols[:, None] * R + code, mask=is_col[:, None] & (code < R)[None, :], other=0.0)
         is_P = (patches < K)[None, :] & is_col[:, None]
         P_tile = tl.load(P + patches[None, :] * D + cols[:, None], mask=is_P, other=0.0)
-        squared += tl.sum(z_tile.to(tl.float32) * z_tile.to(tl.float32), 1)
-        squared_p += tl.sum(P_tile.to(tl.float32) * P_tile.to(tl.float32), 0)
         u_acc = dot(z_tile.to(DTYPE), V_tile.to(DTYPE), u_acc, PRECISION)
         acc = scores(z_tile, P_tile, acc, SPLIT, PRECISION)
-    finite = squared < float("inf")  # False for NaN too
-    length = inverse_length(squared)
-    tl.store(inverse_z + rows, length, mask=is_row)
     u_acc = tl.where(finite[:, None], u_acc, 0.0)
     tl.store(u + rows[:, None].to(tl.int64) * R + code, u_acc, mask=is_row[:, None] & (code < R)[None, :])
     factor = length * inverse_tau if COSINE else tl.zeros((BN,), tl.float32) + inverse_tau
@@ -192,7 +234,6 @@ def route(
         patches = first + tl.arange(0, BK)
         if first > 0:
             acc = tl.zeros((BN, BK), tl.float32)
-            squared_p = tl.zeros((BK,), tl.float32)
             for start in range(0, D, BD):
                 cols = start + tl.arange(0, BD)
                 z_tile = tl.load(z_rows + cols, mask=is_row[:, None] & (cols < D)[None, :], other=0.0)
@@ -201,11 +242,8 @@ def route(
                     mask=(patches < K)[None, :] & (cols < D)[:, None],
                     other=0.0,
                 )
-                squared_p += tl.sum(P_tile.to(tl.float32) * P_tile.to(tl.float32), 0)
                 acc = scores(z_tile, P_tile, acc, SPLIT, PRECISION)
-        length_p = inverse_length(squared_p)
-        if tl.program_id(0) == 0:
-            tl.store(inverse_p + patches, length_p, mask=patches < K)
+        length_p = tl.load(inverse_p + patches, mask=patches < K, other=0.0)
         acc = tl.where(finite[:, None], acc * length_p[None, :] * factor[:, None], 0.0)
         if HAS_RADIUS:
             edge = tl.load(radius + patches, mask=patches < K, other=0.0).to(tl.float32) * inverse_tau

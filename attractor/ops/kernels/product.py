@@ -54,8 +54,7 @@ def best_rows(
     for first in range(0, N, BK):
         codes = first + tl.arange(0, BK)
         acc = tl.zeros((BN, BK), tl.float32)
-        squared = tl.zeros((BK,), tl.float32)
-        for start in range(0, M, BD):
+        for start in range(0, M, BD):  # nothing but the product may read these tiles: see forward.lengths
             cols = start + tl.arange(0, BD)
             z_tile = tl.load(z_rows + half * M + cols, mask=is_row[:, None] & (cols < M)[None, :], other=0.0)
             C_tile = tl.load(
@@ -63,11 +62,8 @@ def best_rows(
                 mask=(codes < N)[None, :] & (cols < M)[:, None],
                 other=0.0,
             )
-            squared += tl.sum(C_tile.to(tl.float32) * C_tile.to(tl.float32), 0)
             acc = scores(z_tile, C_tile, acc, SPLIT, PRECISION)
-        length = inverse_length(squared)
-        if tl.program_id(0) == 0:
-            tl.store(inverse_c + half * N + codes, length, mask=codes < N)
+        length = tl.load(inverse_c + half * N + codes, mask=codes < N, other=0.0)
         acc = acc * length[None, :] * factor[:, None]
         acc = tl.where(acc == acc, acc, float("inf"))  # a broken row is chosen, and its NaN shows
         acc = tl.where(acc > LEAST, acc, LEAST)  # every row beats an empty slot
@@ -146,18 +142,15 @@ def route_pairs(
     slots = tl.arange(0, k_P)
     code = tl.arange(0, R_P)
     z_rows = z + rows[:, None].to(tl.int64) * D
-    squared = tl.zeros((BN,), tl.float32)
+    length = tl.load(inverse_z + rows, mask=is_row, other=0.0)
+    finite = length == length
     u_acc = tl.zeros((BN, R_P), tl.float32)
-    for start in range(0, D, BD):
+    for start in range(0, D, BD):  # here too: see forward.lengths
         cols = start + tl.arange(0, BD)
         z_tile = tl.load(z_rows + cols, mask=is_row[:, None] & (cols < D)[None, :], other=0.0)
         here = (cols < D)[:, None] & (code < R)[None, :]
         V_tile = tl.load(V + cols[:, None] * R + code, mask=here, other=0.0)
-        squared += tl.sum(z_tile.to(tl.float32) * z_tile.to(tl.float32), 1)
         u_acc = dot(z_tile.to(DTYPE), V_tile.to(DTYPE), u_acc, PRECISION)
-    finite = squared < float("inf")  # False for NaN too
-    length = inverse_length(squared)
-    tl.store(inverse_z + rows, length, mask=is_row)
     u_acc = tl.where(finite[:, None], u_acc, 0.0)
     tl.store(u + rows[:, None].to(tl.int64) * R + code, u_acc, mask=is_row[:, None] & (code < R)[None, :])
     factor = length * (inverse_tau * HALF) if COSINE else tl.zeros((BN,), tl.float32) + inverse_tau * HALF
