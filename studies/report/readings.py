@@ -28,6 +28,8 @@ FACT_METHODS = {
     "full, kl": "full fine-tuning with KL to the base",
     "full, replay": "full fine-tuning with background text replayed",
     "lora": "LoRA of rank 16",
+    "lora, kl": "LoRA with KL to the base",
+    "lora, replay": "LoRA with background text replayed",
     "memory": "fixed patches, ranked updates",
     "apn": "APN beside the FFNs",
     "retrieval": "the right lesson in the prompt",
