@@ -256,7 +256,7 @@ class LessonConfig(JSONConfig):
     """As many that it would write after a sentence that names the subject and asks nothing."""
     after_weight: float = 0.1
     """What such a token counts beside one of the answer."""
-    enough: float = 0.02
+    enough: float = 0.25
     """A lesson is learned no further once its loss, in nats per token, was below this in every frame."""
     rows: int = 256
     """Texts that are read at once."""

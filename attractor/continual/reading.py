@@ -20,6 +20,9 @@ from torch import Tensor, nn
 from attractor.continual.config import LessonConfig
 from attractor.continual.forms import FRAMES, MENTIONS, framed
 
+FEW = 64
+"""So many tokens of padding cost less than a batch of its own."""
+
 
 class Halves(Protocol):
     """A model in two halves, of which the lower one no lesson changes: see `attractor.hf.halves`."""
@@ -221,7 +224,10 @@ class Reading:
         """Texts of similar lengths, so many at once as may be: little of a batch is padding."""
         part: list[Text] = []
         for text in sorted(texts, key=lambda text: len(text.tokens)):
-            if part and (len(part) == self.config.rows or len(text.tokens) > 1.5 * len(part[0].tokens)):
+            length = len(text.tokens)
+            padding = sum(length - len(other.tokens) for other in part)
+            uneven = part and length > 1.5 * len(part[0].tokens) and padding > FEW
+            if uneven or len(part) == self.config.rows:
                 yield part
                 part = []
             part.append(text)

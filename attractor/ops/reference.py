@@ -30,9 +30,13 @@ class APNOutput(NamedTuple):
 
 def unit(x_xm: Tensor) -> Tensor:
     """Norm(x) = x / |x|; Norm(0) = 0 with a zero gradient, where x / max(|x|, eps) would have 1 / eps."""
+    return x_xm / lengths(x_xm)
+
+
+def lengths(x_xm: Tensor) -> Tensor:
+    """|x| (..., 1) to divide by: infinite where x = 0, so that quotient and gradient are 0 there."""
     length_x1 = torch.linalg.vector_norm(x_xm, dim=-1, keepdim=True)
-    is_zero_x1 = length_x1 == 0
-    return (x_xm / length_x1.masked_fill(is_zero_x1, 1)).masked_fill(is_zero_x1, 0)
+    return length_x1.masked_fill(length_x1 == 0, torch.inf)
 
 
 def finite_rows(z_nd: Tensor) -> Tensor:
@@ -67,6 +71,8 @@ def scores(
             x_ngm = torch.einsum("ngd,gdm->ngm", x_ngm, routing_precision(projection_gdm))
         if routing == "cosine":
             x_ngm = unit(x_ngm)
+        if groups == 1 and len(z_nd) < P_Km.shape[1]:  # fewer scores to divide than numbers in prototypes
+            return x_ngm[:, 0] @ p_Kgm[:, 0].T / (lengths(p_Kgm[:, 0]).T * temperature)
         return x_ngm.flatten(1) @ unit(p_Kgm).flatten(1).T / (groups * temperature)
 
 
