@@ -33,10 +33,10 @@ import numpy as np
 from crashes import SOURCES, TEXT, kills, learner, live_hash, serve
 
 from attractor.results import write_result
+from attractor.serve.config import Limits, Rules
 from attractor.serve.decode.engine import Job
 from attractor.serve.errors import Busy
-from attractor.serve.learning.rules import Rules
-from attractor.serve.service import Limits, Service
+from attractor.serve.service import Service
 
 # --- times
 

@@ -22,17 +22,17 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 import torch
 
-from attractor.config import JSONConfig, check_number, check_size
 from attractor.continual.guarded import GuardedLearner
 from attractor.continual.lessons import Lessons
+from attractor.serve.config import Limits, Rules, SyncName
 from attractor.serve.decode.engine import Engine, Job, Pin
 from attractor.serve.decode.stream import Stream
 from attractor.serve.errors import Busy, Unavailable
 from attractor.serve.learning.catalogue import searched
 from attractor.serve.learning.guarded import GuardedTeacher, identity
-from attractor.serve.learning.rules import SELF, Canaries, Rules, self_canary
+from attractor.serve.learning.rules import SELF, Canaries, self_canary
 from attractor.serve.learning.teacher import Teacher
-from attractor.serve.store import Store, SyncName
+from attractor.serve.store import Store
 from attractor.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -45,34 +45,6 @@ READ_AGAIN = 64 << 20
 Verb = Literal["learn", "revise", "import_lessons", "rollback", "forget", "forget_lessons", "forget_where"]
 TEACHING = ("learn", "revise", "import_lessons")
 """These wait as lessons do; the others have places of their own."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits(JSONConfig):
-    """How much a server takes on at a time."""
-
-    rows: int = 64
-    """Texts that are written at the same time, as one batch."""
-    waiting: int = 256
-    """Texts that wait for a place."""
-    lessons: int = 64
-    """Lessons that wait for the writer."""
-    administration: int = 8
-    """Rollbacks and deletions that wait for the writer: they have places of their own, and go first."""
-    snapshot_every: int = 256
-    """Lessons from one snapshot to the next: what a start has to read again, at most."""
-    keep_snapshots: int = 8
-    """Snapshots that are kept: how far back a rollback can go."""
-    learning_share: float = 0.4
-    """Of the time that lessons may take while texts are being written: they share the processor."""
-    drain: float = 10.0
-    """Seconds that texts under way have to end when the server does."""
-
-    def __post_init__(self) -> None:
-        for name in ("rows", "waiting", "lessons", "administration", "snapshot_every", "keep_snapshots"):
-            check_size(name, getattr(self, name))
-        check_number("learning_share", self.learning_share, "0 < share <= 1", lambda s: 0 < s <= 1)
-        check_number("drain", self.drain, "a number of seconds, 0 or more", lambda s: s >= 0)
 
 
 def share_of_cores() -> int:

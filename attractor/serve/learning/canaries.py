@@ -27,8 +27,9 @@ from attractor.hf.causal import CausalLM
 from attractor.hf.halves import Halves
 from attractor.hf.net import Retrofit
 from attractor.hf.teachable import NAME
+from attractor.serve.config import Rules
 from attractor.serve.errors import Refused, Unavailable
-from attractor.serve.learning.rules import SELF, Rules
+from attractor.serve.learning.rules import SELF
 
 WINDOW = 128
 """Tokens that are read at once: a text is judged by the windows that a lesson enters."""

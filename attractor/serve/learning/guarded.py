@@ -20,6 +20,7 @@ from attractor.continual.guard import BASE, Guard
 from attractor.continual.guarded import GuardedLearner, Source
 from attractor.continual.observation import Observation
 from attractor.continual.update import NotFiniteUpdate, Undo, delta_of
+from attractor.serve.config import Rules
 from attractor.serve.decode.sequences import Publication
 from attractor.serve.errors import Busy, Refused, StoreDamaged, Unavailable
 from attractor.serve.learning.effects import (
@@ -31,7 +32,7 @@ from attractor.serve.learning.effects import (
     reading_copy,
     tensors_of,
 )
-from attractor.serve.learning.rules import Canaries, Rules
+from attractor.serve.learning.rules import Canaries
 from attractor.serve.learning.teacher import RECENT, Teacher, Teaches
 from attractor.serve.store import Change, State, Store
 

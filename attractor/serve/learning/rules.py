@@ -8,47 +8,20 @@ up to the same limit.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from attractor.config import JSONConfig, check_number, check_size
 from attractor.continual.guard import Guard
 from attractor.evaluate import evaluate, perplexity
 from attractor.generate import generate
 from attractor.lm import LanguageModel
+from attractor.serve.config import Rules
 from attractor.serve.errors import Refused
 
 SELF = "self"
 """The canary that is always there: a text that the base wrote."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rules(JSONConfig):
-    canary_rise: float = 0.01
-    """Share by which a canary's perplexity may rise for readers, beyond what the guard's bound allows."""
-    drift: float | None = 2.0
-    """Nats per token that a path alone may lose on a canary, over all of its lessons."""
-    canary_tokens: int = 512
-    """Of each canary that every lesson is judged by; an audit takes all of it. Where lessons are taught, as
-    much as this of the one that the base writes itself: of the others all is taken that fits."""
-    audit_every: int = 64
-    """Lessons after which whole canaries are read; where one fell, everything goes back to the last audit."""
-    lesson_tokens: int = 65_536
-    """The longest lesson."""
-    source_tokens: int | None = None
-    """The most that one source may teach, in all."""
-
-    def __post_init__(self) -> None:
-        check_number("canary_rise", self.canary_rise, "a share, 0 or more", lambda share: share >= 0)
-        if self.drift is not None:
-            check_number("drift", self.drift, "a number of nats, 0 or more", lambda nats: nats >= 0)
-        for name in ("canary_tokens", "audit_every", "lesson_tokens"):
-            check_size(name, getattr(self, name))
-        if self.source_tokens is not None:
-            check_size("source_tokens", self.source_tokens)
 
 
 def self_canary(base: LanguageModel, tokens: int, seed: int = 0) -> np.ndarray:

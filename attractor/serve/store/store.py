@@ -20,10 +20,11 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self, get_args
 
 from attractor.config import check_choice, check_size
 from attractor.continual.delta import Delta
+from attractor.serve.config import SyncName
 from attractor.serve.errors import KeyReused, StoreDamaged
 from attractor.serve.store import states
 from attractor.serve.store.database import (
@@ -58,7 +59,6 @@ from attractor.serve.store.states import State, paced
 
 log = logging.getLogger("attractor")
 
-SyncName = Literal["always", "off"]
 SETTLE = 4 << 20
 """Bytes in the write-ahead log that are worth to be moved into the database."""
 Span = tuple[int, int]
