@@ -280,7 +280,7 @@ def test_many_readers_and_writers_at_once(tmp_path: Path) -> None:
 
 
 def test_too_many_lessons_are_told_to_wait(tmp_path: Path) -> None:
-    with serve(tmp_path, limits=Limits(drain=0.5, lessons=1)) as service:
+    with serve(tmp_path, limits=Limits(drain=0.5, learning=1)) as service:
         hold, began = threading.Event(), threading.Event()
 
         def slow(*_: object) -> dict[str, object]:

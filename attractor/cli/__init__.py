@@ -114,6 +114,8 @@ RENAMED = {
     ("train", "--data.vocab-size"): "--vocab-size",
     ("train", "--data.val-fraction"): "--val-fraction",
     ("serve", "--data-dir"): "--store",
+    ("serve", "--limits.lessons"): "--limits.learning",
+    ("serve", "--rules.lesson-tokens"): "--rules.text-tokens",
 }
 """Options of earlier releases, and what they are called now."""
 

@@ -50,7 +50,7 @@ class Serve:
     store: Annotated[Path | None, otherwise("MODEL-served", "PATH")] = None
     """The folder in which the server keeps what it learns, in an SQLite database."""
     learn: bool = False
-    """Take lessons. Without it the server answers with what was learned before."""
+    """Learn what clients teach. Without it the server answers with what was learned before."""
     name: Annotated[str | None, otherwise("the name of the folder", "TEXT")] = None
     """What clients call the model."""
     host: str = "127.0.0.1"
@@ -61,7 +61,7 @@ class Serve:
     chat: Annotated[ChatName | None, otherwise("the model's own, else transcript", "NAME")] = None
     """How the messages of a chat become a prompt."""
     sync: SyncName = "always"
-    """When a lesson is on the disk: before its answer, or when the system gets to it."""
+    """When a change is on the disk: before its answer, or when the system gets to it."""
     canary: Annotated[
         tuple[str, ...], otherwise("the run's validation text; for lessons, Python's manual", "TEXT")
     ] = ()
@@ -78,7 +78,7 @@ class Serve:
     teach: LearnConfig = field(
         default_factory=lambda: LearnConfig(update=UpdateConfig(learning_rate=1e-3), max_patches=4)
     )
-    """How lessons are learned."""
+    """How texts are learned."""
     rules: Rules = field(default_factory=Rules)
     limits: Limits = field(default_factory=Limits)
     device: Device = None
@@ -204,7 +204,7 @@ class Serve:
 
 
 def store_overlays(learner: "GuardedLearner", folder: Path) -> None:
-    """Give a new store the overlays that a learner came with, each as a source with one lesson."""
+    """Give a new store the overlays that a learner came with, each as a source that learned once."""
     from attractor.continual.delta import Delta
     from attractor.serve.learning.effects import fields_of, tensors_of
     from attractor.serve.learning.guarded import identity

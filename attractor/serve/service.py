@@ -44,7 +44,7 @@ READ_AGAIN = 64 << 20
 """Bytes of records that a start may read again: where there are more, a snapshot is written at the end."""
 Verb = Literal["learn", "revise", "import_lessons", "rollback", "forget", "forget_lessons", "forget_where"]
 TEACHING = ("learn", "revise", "import_lessons")
-"""These wait as lessons do; the others have places of their own."""
+"""These learn, and wait in one queue; the others have places of their own."""
 
 
 def share_of_cores() -> int:
@@ -109,7 +109,7 @@ class Service:
         self._calls: queue.PriorityQueue[Call] = queue.PriorityQueue()
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._places = {"lessons": 0, "administration": 0}  # calls that wait or are being carried out
+        self._places = {"learning": 0, "administration": 0}  # calls that wait or are being carried out
         self._closed, self._ending = False, threading.Event()
         self._pace = 1.0  # seconds that a call took lately
         self._since_snapshot = 0
@@ -254,7 +254,7 @@ class Service:
     ) -> dict[str, Any]:
         """Learn texts, or `attractor.serve.learning.lessons.Asked` where lessons are taught.
 
-        A `key` is for this lesson of this `sender` alone; given again, the answer is given again.
+        A `key` is for this request of this `sender` alone; given again, the answer is given again.
         """
         return self.begin("learn", what, source, key, sender, **options).result()
 
@@ -281,7 +281,7 @@ class Service:
         """
         if not self._learning:
             raise Unavailable("this server does not learn: it was started without it")
-        kind, rank = ("lessons", 1) if verb in TEACHING else ("administration", 0)
+        kind, rank = ("learning", 1) if verb in TEACHING else ("administration", 0)
         done: Future[dict[str, Any]] = Future()
         with self._lock:
             if self._closed:
@@ -339,9 +339,9 @@ class Service:
         self._preparing = None
 
     def _breathe(self) -> None:
-        """A pause of the writer, after a lesson or between its passes.
+        """A pause of the writer, after a change or between the passes of a lesson.
 
-        While texts are being written, lessons take their share of the time, and half of the cores.
+        While texts are being written, learning takes its share of the time, and half of the cores.
         """
         spent = time.monotonic() - self._working_since
         until = time.monotonic() + spent * (1 - self.limits.learning_share) / self.limits.learning_share
@@ -386,7 +386,7 @@ class Service:
             "overlays": told["overlays"], "drift": drift, "posteriors": recent,
             "lessons": told.get("lessons"),
             "queue": {"generating": figures["rows"], "waiting": figures["waiting"], "learning": count,
-                      "limit": self.limits.lessons},
+                      "limit": self.limits.learning},
             "tokens_per_second": figures["tokens_per_second"],
             "journal": {"last": self.store.last, "bytes": self.store.nbytes,
                         "recovered": self.store.recovered},

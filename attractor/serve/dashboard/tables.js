@@ -65,7 +65,7 @@ export async function loadVersions(older) {
 
 function what(line) {
   const lesson = line.lesson === undefined ? "" : `lesson ${line.lesson} from `;
-  if (line.kind === "lesson") return element("span", {}, lesson ? `Learned ${lesson}` : "Lesson from ", named(String(line.source)));
+  if (line.kind === "lesson") return element("span", {}, lesson ? `Learned ${lesson}` : "Learned a text from ", named(String(line.source)));
   if (line.kind === "drop" || line.kind === "erase") {
     return element("span", {}, line.kind === "drop" ? "Forgot " : "Erased ", lesson, named(String(line.source)));
   }

@@ -45,7 +45,7 @@ class ServeSettings:
     max_choices: int = 16
     """The most texts of a request: the number of its prompts times its n."""
     max_texts: int = 256
-    """The most texts of a lesson."""
+    """The most texts that are learned at once."""
 
     def __post_init__(self) -> None:
         if self.chat is not None:

@@ -99,7 +99,7 @@ class GuardedTeacher(Teacher):
     def learn(
         self, what: Sequence[str], source: str, key: str | None = None, sender: str | None = None, **_: Any
     ) -> dict[str, Any]:
-        """Learn from texts, each without the context of the others: one lesson, whole or not at all."""
+        """Learn from texts, each without the context of the others, all of them or none."""
         texts = list(what)
         asked = self._asked(key, sender, "lesson", source, texts)
         if (known := self._known(**asked)) is not None:
@@ -118,7 +118,7 @@ class GuardedTeacher(Teacher):
             with held.learner.attempt() as undo:
                 answer, weights = self._attempt(held, source, tokens, asked, undo)
         except NotFiniteUpdate as error:
-            raise Refused(f"the lesson would not leave finite numbers: {error}") from error
+            raise Refused(f"what was learned would not be finite numbers: {error}") from error
         held.version += 1
         version = answer["version"]
         self.sources[source], self.changed[source] = held, version
@@ -184,7 +184,7 @@ class GuardedTeacher(Teacher):
     ) -> dict[str, Any]:
         """Take away all that a source taught; exact, because nothing else wrote there.
 
-        A rollback to an earlier version brings it back, unless it is erased: then what its lessons changed is
+        A rollback to an earlier version brings it back, unless it is erased: then what it changed is
         removed from the database, also where the source was forgotten before.
         """
         asked = self._asked(key, sender, "erase" if erase else "drop", source)
@@ -210,7 +210,7 @@ class GuardedTeacher(Teacher):
     def audit(self) -> bool:
         """Read whole canaries; where one fell, go back to the last version that was well.
 
-        Whatever fails here has to wait: the lesson before is durable, and its teacher is not told otherwise.
+        Whatever fails here has to wait: the text before is durable, and its client got that answer.
         """
         self.since_audit = 0
         try:
@@ -235,9 +235,9 @@ class GuardedTeacher(Teacher):
         return None
 
     def _audit_what_was_there(self) -> None:
-        """At a start nobody knows how many lessons came since the last audit."""
+        """A start does not know how many texts came since the last audit."""
         if self.sources and (refused := self._refusal()) is not None:
-            log.warning("version %d fails its audit (%s): the next lesson ends that", self.version, refused)
+            log.warning("version %d fails its audit (%s): the next text ends that", self.version, refused)
             self.since_audit = self.rules.audit_every
         else:
             self.audited = self.version
@@ -288,8 +288,8 @@ class GuardedTeacher(Teacher):
         return found
 
     def _check_quota(self, source: str, tokens: int) -> None:
-        if tokens > self.rules.lesson_tokens:
-            raise ValueError(f"{tokens:,} tokens; a lesson may have {self.rules.lesson_tokens:,}")
+        if tokens > self.rules.text_tokens:
+            raise ValueError(f"{tokens:,} tokens; at most {self.rules.text_tokens:,} are learned at once")
         taught = self.sources[source].tokens if source in self.sources else 0
         most = self.rules.source_tokens
         if most is not None and taught + tokens > most:

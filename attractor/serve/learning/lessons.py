@@ -501,8 +501,8 @@ class LessonTeacher(Teacher):
             raise ValueError("there is no lesson: give one or more")
         counts = [sum(len(self.lessons.encode("".join(form))) for form in each.forms) for each in what]
         tokens = sum(counts)
-        if max(counts) > self.rules.lesson_tokens:
-            raise ValueError(f"{max(counts):,} tokens; a lesson may have {self.rules.lesson_tokens:,}")
+        if max(counts) > self.rules.text_tokens:
+            raise ValueError(f"{max(counts):,} tokens; a lesson may have {self.rules.text_tokens:,}")
         taught = self.catalogue.sources.get(source, {}).get("tokens", 0)
         if (most := self.rules.source_tokens) is not None and taught + tokens > most:
             raise Refused(

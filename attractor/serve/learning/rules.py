@@ -1,6 +1,6 @@
-"""Which lessons may be published: canaries, a budget of drift, quotas.
+"""Which changes may be published: canaries, a budget of drift, quotas.
 
-A canary is a text that must not suffer. After a lesson was tried on the weights, and before anybody else can
+A canary is a text that must not suffer. After a text was tried on the weights, and before anybody else can
 see it, every canary is predicted twice: by the mixture that readers get, and by the path that learned, alone.
 The first may be no worse than under the base by more than the guard's bound and `canary_rise`; the second by
 no more nats per token than the `drift` that a path may have in all. The base is the anchor: small steps add

@@ -1,4 +1,4 @@
-"""What a server must not lose: every lesson in one SQLite database, and all that can be made of them."""
+"""What a server must not lose: every change in one SQLite database, and all that can be made of them."""
 
 from attractor.serve.store.states import LessonState, SourceState, State
 from attractor.serve.store.store import Change, Store

@@ -1,6 +1,6 @@
 """The files of a store and how SQLite is set up for them.
 
-lessons.db      everything: records of lessons, and the states that the oldest kept versions start from
+lessons.db      everything: a record of each change, and the states that the oldest kept versions start from
 snapshots.db    states that make a start or a rollback shorter; it can be deleted, and is made again
 acknowledged    the newest record whose commit returned, so that its loss is noticed
 lock            held by the one server that has the folder open
@@ -199,7 +199,7 @@ def make_folder(folder: Path) -> None:
     if (folder / "journal").is_dir():
         raise ValueError(
             f"{folder} holds journal/, which versions before 0.2.0 wrote and this one does not read: serve "
-            "it with the version that wrote it, or give another --store and teach its lessons again"
+            "it with the version that wrote it, or give another --store and teach it all again"
         )
     missing = [place for place in [folder, *folder.parents] if not place.is_dir()]
     folder.mkdir(parents=True, exist_ok=True)

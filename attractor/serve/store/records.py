@@ -3,14 +3,15 @@
 A record is a row of the table `records`; its number is the version that it made, and version 0 is the base
 alone. Its kinds are
 
-    lesson      source, fields, delta: what the lesson changed of its source, and the source's counters now
+    lesson      source, fields, delta: what learning changed of its source, and the source's counters now
     drop        source: it is gone, and a rollback can bring it back
-    erase       source: it is gone for good; the deltas of its lessons were removed from the database
+    erase       source: it is gone for good; its deltas were removed from the database
     rollback    target: everything is as it was at that version, without what was erased since
     calibration fields, delta: what the layer of lessons measured before it was taught anything
 
-Where lessons own their patches, a record says in `target` which lesson it is about: its delta is all of that
-lesson and takes the place of an earlier one, and `drop` and `erase` are of this lesson alone.
+The kind "lesson" is older than lessons that own their patches: a server of texts writes it for texts that it
+learned at once. Where there are lessons, a record says in `target` which one it is about: its delta is all of
+that lesson and takes the place of an earlier one, and `drop` and `erase` are of this lesson alone.
 
 The column `chain` is the SHA-256 of everything in the row but the delta, of the delta's own SHA-256, and of
 the chain of the row before. So no record can be removed, repeated, moved or altered unnoticed, and a delta
@@ -96,8 +97,8 @@ class Outline:
         self.lessons: dict[int, tuple[str, int]] = {}  # number -> source, and the newest record of it
         self.calibration: int | None = None  # its record
         self.keys: dict[str, int] = {}  # idempotency key -> the record it came with
-        self.taught: dict[str, int] = {}  # source -> the record of its last lesson
-        self.taken_back = 0  # the newest version that is neither a lesson nor a calibration
+        self.taught: dict[str, int] = {}  # source -> the newest record from which it learned
+        self.taken_back = 0  # the newest version that took something back
 
     def add(self, row: Row, chain: str) -> None:
         self.last, self.chain = row.number, chain

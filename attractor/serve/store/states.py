@@ -28,7 +28,7 @@ class SourceState:
 
     pile: list[Delta] = field(default_factory=list)  # one after the other, from the base on
     fields: dict[str, Any] = field(default_factory=dict)
-    version: int = 0  # of its last lesson
+    version: int = 0  # that changed it last
 
     def learn(self, delta: Delta, fields: dict[str, Any], version: int) -> None:
         pile_up(self.pile, delta)

@@ -188,11 +188,11 @@ class Store:
 
     @property
     def taken_back(self) -> int:
-        """The newest version that is no lesson: somebody took something back."""
+        """The newest version that took something back."""
         return self.outline.taken_back
 
     def holds(self, source: str) -> bool:
-        """Whether there are lessons of a source that were not erased, live or not."""
+        """Whether anything of a source was not erased, live or not."""
         return self.outline.taught.get(source, 0) > self.outline.erased.get(source, 0)
 
     def source_of(self, lesson: int) -> str | None:
