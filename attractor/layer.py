@@ -289,29 +289,7 @@ class APN(nn.Module):
         """The update for tokens x (..., dim); with `return_stats`, also what the router did."""
         self._check_input(x)
         tokens = self._prepare(x)
-        prototypes = self.prototypes if self.codebooks is None else self.codebooks
-        router: dict[str, Any] = {
-            "temperature": self.config.temperature,
-            "routing": self.config.routing,
-            "projection_gdm": self.router_projection,
-        }
-        output = ops.apn(
-            tokens,
-            prototypes,
-            self.encoder,
-            self.gate_slope,
-            self.gate_bias,
-            self.decoder if self.decoder is not None else self.offset_out,
-            **router,
-            top_k=self.config.top_k,
-            scale=self.config.scale if self.scale_factor is None else self.config.scale * self.scale_factor,
-            U0_rd=self.decoder_base,
-            A_Krq=self.offset_in,
-            keep_nk=self._draw_kept_slots(tokens),
-            radius_K=self.radius,
-            sparse=self.config.sparse_gradients,
-            backend=self.backend,
-        )
+        output = self._compute(tokens, self._banks(), self.radius, self.backend)
         update = F.dropout(output.update, self.config.dropout, self.training).reshape(*x.shape[:-1], self.dim)
         if not return_stats:
             return update
@@ -323,13 +301,50 @@ class APN(nn.Module):
             indices=output.indices.long().reshape(*leading, self.config.top_k),
             weights=output.weights.reshape(*leading, self.config.top_k),
             confidence=output.confidence.reshape(leading),
-            balance=ops.balance_loss(tokens, prototypes, **router),
+            balance=ops.balance_loss(tokens, self._banks()[0], **self._router()),
             entropy=token_entropy.sum() / routed,
             update_norm=_length(output.update).reshape(leading),
             input_norm=_length(x),
             num_patches=self.num_patches,
         )
         return update, stats
+
+    def _banks(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
+        """What belongs to patches, row by row: prototypes, slopes and biases of gates, decoders, offsets."""
+        prototypes = self.prototypes if self.codebooks is None else self.codebooks
+        decoder = self.decoder if self.decoder is not None else self.offset_out
+        assert decoder is not None
+        return prototypes, self.gate_slope, self.gate_bias, decoder, self.offset_in
+
+    def _router(self) -> dict[str, Any]:
+        return {
+            "temperature": self.config.temperature,
+            "routing": self.config.routing,
+            "projection_gdm": self.router_projection,
+        }
+
+    def _compute(
+        self, tokens: Tensor, banks: tuple[Tensor | None, ...], radius: Tensor | None, backend: str
+    ) -> ops.APNOutput:
+        """What the layer does with tokens (n, dim) if these are its patches."""
+        prototypes, gate_slope, gate_bias, decoder, offset_in = banks
+        return ops.apn(
+            tokens,
+            prototypes,
+            self.encoder,
+            gate_slope,
+            gate_bias,
+            decoder,
+            **self._router(),
+            top_k=self.config.top_k,
+            scale=self.config.scale if self.scale_factor is None else self.config.scale * self.scale_factor,
+            U0_rd=self.decoder_base,
+            A_Krq=offset_in,
+            keep_nk=self._draw_kept_slots(tokens),
+            radius_K=radius,
+            sparse=self.config.sparse_gradients,
+            backend=backend,
+        )
 
     def set_scale_factor(self, factor: float) -> None:
         """Multiply `scale` by `factor` from now on: the warm-up of gamma. See `warmup_factor`.
@@ -362,7 +377,9 @@ class APN(nn.Module):
         With groups of a contextual router each group has length 1. Tokens that are not finite become zero.
         """
         self._check_input(x)
-        tokens = self._prepare(x)
+        return self._directions(self._prepare(x))
+
+    def _directions(self, tokens: Tensor) -> Tensor:
         tokens = ops.routing_precision(tokens).masked_fill(~ops.finite_rows(tokens), 0)
         if self.router_projection is None:
             return ops.unit(tokens)
