@@ -35,6 +35,7 @@ from attractor.continual.parts import (
     take_out,
 )
 from attractor.hf.causal import CausalLM
+from attractor.hf.files import base_hash
 from attractor.hf.net import Retrofit
 from attractor.hf.teachable import NAME
 from attractor.lm import TrainableModel
@@ -68,7 +69,7 @@ def identity_of(net: Retrofit, lessons: Lessons) -> str:
         lessons.layer.config.temperature,
     ]
     places = hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:16]
-    return f"{tensors_hash(net.model.state_dict())}/lessons/{places}"
+    return f"{base_hash(net.model)}/lessons/{places}"
 
 
 class LessonTeacher(Teacher):
