@@ -133,6 +133,7 @@ class ReplyFormat:
 
     def __init__(self, form: GenerationForm, service: Service) -> None:
         self.form = form
+        self.model = service.name if form.model is None else form.model
         # where lessons are taught, every text says which of them acted
         self._decode = service.tokenizer.decode if service.teaches == "lessons" else None
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
@@ -144,7 +145,7 @@ class ReplyFormat:
             "id": self.id,
             "object": self.chunk_kind if chunk else self.kind,
             "created": self.created,
-            "model": self.form.model,
+            "model": self.model,
             "system_fingerprint": ",".join(f"v{version}" for version in versions),
             "choices": choices,
         }
