@@ -194,7 +194,7 @@ def test_a_flood_of_lessons_does_not_lock_out_the_way_back(tmp_path):
         admin = threading.Thread(target=take_back)
         admin.start()
         until(lambda: service._calls.qsize() == 4)
-        waiting = [call.done for call in service._calls.queue if call.kind == "lessons"]
+        waiting = [call.done for call in service._calls.queue if call.kind == "learning"]
         running_now = clients[int(flood.taught[0].removeprefix("flood"))]
         patient = next(client for client in clients if client is not running_now and not has_reply(client))
         for client in clients:

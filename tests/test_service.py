@@ -96,7 +96,7 @@ def test_a_lesson_does_not_read_the_one_before(tmp_path: Path) -> None:
         ([FOX, ""], "fox", "empty"),
         ([FOX], "../etc", "cannot name"),
         ([FOX], "base", "cannot name"),
-        (["ab" * 40_000], "fox", "a lesson may have 65,536"),
+        (["ab" * 40_000], "fox", "at most 65,536 are learned at once"),
     ],
 )
 def test_wrong_lessons_say_why(tmp_path: Path, texts: list[str], source: str, match: str) -> None:
