@@ -271,7 +271,7 @@ class MoEConfig(JSONConfig):
     def for_kind(self, kind: FFNName) -> Self:
         """What a layer of this kind reads of these settings.
 
-        One that it does not read may have its default, which nobody typed, or the value that describes what
+        One that it does not read may have its default, which was not typed, or the value that describes what
         the layer does; any other value was meant to do something and is an error.
         """
         if kind == "switch":

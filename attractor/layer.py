@@ -350,7 +350,7 @@ class APN(nn.Module):
         """Multiply `scale` by `factor` from now on: the warm-up of gamma. See `warmup_factor`.
 
         The factor is a tensor that is written in place, so compiled graphs and CUDA graphs follow it. It is
-        part of no checkpoint: whoever owns the schedule sets it again.
+        part of no checkpoint: after loading one, set it again.
         """
         check_number("factor", factor, "a number, 0 or more", lambda value: value >= 0)
         if self.scale_factor is None:
@@ -502,7 +502,7 @@ class APN(nn.Module):
             tokens = self._normalize(tokens, self.norm)
         if self.whitening is None or self.whitening_shift is None:
             return tokens
-        with ops.without_autocast(x.device.type):  # whom a token meets must not depend on rounding
+        with ops.without_autocast(x.device.type):  # which patches a token meets must not depend on rounding
             if tokens.dtype == self.whitening.dtype:  # products of bfloat16 are exact, and summed in float32
                 return torch.addmm(self.whitening_shift, tokens, self.whitening)
             exact = ops.routing_precision

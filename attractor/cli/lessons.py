@@ -127,7 +127,7 @@ class Teach:
                     bar.set_postfix_str(f"{known:.0%} predicted")
 
                 lesson = model.learn(forms, subject=subject, report=show)
-            print(told(lesson), flush=True)
+            print(described(lesson), flush=True)
             if lesson.known < 1:
                 missed += 1
                 if model.source is None:
@@ -211,7 +211,7 @@ class ListLessons:
             raise ValueError(f"{self.folder / LESSONS} cannot be read: {error}") from error
 
 
-def told(lesson: "Lesson | Taught") -> str:
+def described(lesson: "Lesson | Taught") -> str:
     """What became of a lesson, for a person."""
     verdict = "known" if lesson.known == 1 else "NOT KNOWN"
     parts = [

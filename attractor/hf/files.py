@@ -69,7 +69,7 @@ class Saved:
 
 
 class KnownHash(NamedTuple):
-    """A hash, and by what one can tell that the tensors are still those that it is of."""
+    """A hash, and what shows whether the tensors are still those that it is of."""
 
     tensors: dict[str, tuple[weakref.ref[Tensor], int, int]]  # with how often each was written, and its place
     hash: str
@@ -87,7 +87,7 @@ _hashes: weakref.WeakKeyDictionary[nn.Module, KnownHash] = weakref.WeakKeyDictio
 def base_hash(model: nn.Module) -> str:
     """Hash the weights of a base; again only if a tensor was replaced, moved or written to since.
 
-    This is told by what autograd goes by, which does not see what is written through `tensor.data`.
+    Autograd counts the writes, and it does not see what is written through `tensor.data`.
     """
     now: dict[str, Tensor] = model.state_dict(keep_vars=True)
     if any(tensor.is_inference() for tensor in now.values()):  # nothing counts how often these are written
@@ -156,10 +156,10 @@ def write(
     about = dict(about or {})
     described = _describe(model, layers, mode, source, attention, peft_type=PEFT_TYPE, about=about)
     kind = {"model_type": MODEL_TYPE, "architectures": ["Retrofit"]}
-    told = {"format": "pt", "base": described["base"]["weights"], "digest": described["digest"]}
+    about = {"format": "pt", "base": described["base"]["weights"], "digest": described["digest"]}
 
     def fill(partial: Path) -> None:
-        save_tensors(tensors, partial / WEIGHTS, told)
+        save_tensors(tensors, partial / WEIGHTS, about)
         (partial / CONFIG).write_text(json.dumps(described, indent=2))
         (partial / TYPE).write_text(json.dumps(kind, indent=2))
         (partial / CARD).write_text(model_card(described), encoding="utf-8")
@@ -180,9 +180,9 @@ def description(
     return torch.tensor(list(json.dumps(described).encode()), dtype=torch.uint8)
 
 
-def check_description(told: Tensor, own: Tensor) -> None:
+def check_description(given: Tensor, own: Tensor) -> None:
     """A ValueError unless a state dict is of layers with these settings, over the same base."""
-    theirs, ours = (_parse(value) for value in (told, own))
+    theirs, ours = (_parse(value) for value in (given, own))
     for field in ("mode", "source", "attention", "numbers", "dtypes", "layers"):
         if theirs[field] != ours[field]:
             raise ValueError(

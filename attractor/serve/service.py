@@ -218,7 +218,7 @@ class Service:
         return self.store.history(limit, shown if before is None else min(before, shown))
 
     def lessons(self, **which: Any) -> list[dict[str, Any]]:
-        """What is told of lessons, the newest first: see `attractor.serve.learning.catalogue.searched`."""
+        """Lessons, the newest first: see `attractor.serve.learning.catalogue.searched`."""
         return searched(self.teacher.catalogue.shown, **which)
 
     def lesson(self, number: int) -> dict[str, Any] | None:
@@ -229,7 +229,7 @@ class Service:
         return self.teacher.export_lessons(numbers)
 
     def overlays(self) -> dict[str, dict[str, Any]]:
-        return self.teacher.told["overlays"]
+        return self.teacher.figures["overlays"]
 
     def ready(self) -> tuple[bool, str]:
         if self._closed:
@@ -371,7 +371,7 @@ class Service:
 
     def monitor(self) -> dict[str, Any]:
         """Figures for a dashboard, as `attractor.serve.http.monitor` describes them; no poll waits."""
-        told, figures = self.teacher.told, self.engine.stats()
+        learned, figures = self.teacher.figures, self.engine.stats()
         recent = [
             {"at": seen["at"], "version": seen["version"], "shares": seen["posterior"]}
             for seen in figures["recent"]
@@ -379,12 +379,14 @@ class Service:
         with self._lock:
             count = sum(self._places.values())
         budget = self.rules.drift
-        drift = {} if budget is None else {n: {"used": u, "budget": budget} for n, u in told["drift"].items()}
+        drift = (
+            {} if budget is None else {n: {"used": u, "budget": budget} for n, u in learned["drift"].items()}
+        )
         return {
             "version": self.version, "uptime": time.time() - self.started, "learning": self._learning,
-            "progressive": told["progressive"], "canaries": told["canaries"], "usage": told["usage"],
-            "overlays": told["overlays"], "drift": drift, "posteriors": recent,
-            "lessons": told.get("lessons"),
+            "progressive": learned["progressive"], "canaries": learned["canaries"], "usage": learned["usage"],
+            "overlays": learned["overlays"], "drift": drift, "posteriors": recent,
+            "lessons": learned.get("lessons"),
             "queue": {"generating": figures["rows"], "waiting": figures["waiting"], "learning": count,
                       "limit": self.limits.learning},
             "tokens_per_second": figures["tokens_per_second"],

@@ -179,11 +179,11 @@ class ReplyFormat:
 
     def headers(self, texts: Generation) -> dict[str, str]:
         """The same in short, for replies that are no streams."""
-        told = {VERSION: ",".join(str(version) for version in texts.versions)}
+        headers = {VERSION: ",".join(str(version) for version in texts.versions)}
         if self._decode is not None:
             acted = sorted({touch.lesson for choice in texts.choices for touch in choice.touched})
-            told[LESSONS] = ",".join(map(str, acted)) or "untouched"
-        return told
+            headers[LESSONS] = ",".join(map(str, acted)) or "untouched"
+        return headers
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
         """The chunk that goes before the first text of a choice, if there is one."""

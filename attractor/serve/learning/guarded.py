@@ -244,9 +244,9 @@ class GuardedTeacher(Teacher):
 
     # --- what is
 
-    def _tell(self) -> None:
-        """Figures for whoever watches, from any thread: they are replaced, never changed."""
-        self.told: dict[str, Any] = {
+    def _renew_figures(self) -> None:
+        """Renew the figures, which any thread may read: they are replaced, never changed."""
+        self.figures: dict[str, Any] = {
             "progressive": list(self.progressive),
             "canaries": {name: list(seen) for name, seen in self.watched.items()},
             "usage": self._usage(), "drift": dict(self.drifts),
@@ -265,16 +265,16 @@ class GuardedTeacher(Teacher):
 
     def _usage(self) -> dict[str, dict[str, Any]]:
         """By layer: how evenly patches are used by what is taught, and how much each is."""
-        told: dict[str, dict[str, Any]] = {}
+        usage: dict[str, dict[str, Any]] = {}
         for number, layer in self.learner.base.apn_layers().items():
             habits = [held.learner.allocator.habits[number].usage.cpu() for held in self.sources.values()]
             if not habits:
                 even = [1 / layer.num_patches] * layer.num_patches
-                told[str(number)] = {"entropy": math.log(layer.num_patches), "counts": even}
+                usage[str(number)] = {"entropy": math.log(layer.num_patches), "counts": even}
                 continue
             mean = sum(habits[1:], habits[0]) / len(habits)
-            told[str(number)] = {"entropy": monitor.usage_entropy(mean), "counts": mean.tolist()}
-        return told
+            usage[str(number)] = {"entropy": monitor.usage_entropy(mean), "counts": mean.tolist()}
+        return usage
 
     # --- inside
 
@@ -339,8 +339,8 @@ class GuardedTeacher(Teacher):
         self._watch(self.store.last, self.canaries.measure(self._guard(), None))
 
     def _watch(self, version: int, figures: dict[str, Any]) -> None:
-        for name, told in figures.items():
-            self.watched[name].append({"version": version, "perplexity": told["perplexity"]})
+        for name, found in figures.items():
+            self.watched[name].append({"version": version, "perplexity": found["perplexity"]})
 
     def _show(self, source: str, weights: Delta, version: int) -> None:
         if source in self.frames:
@@ -355,9 +355,9 @@ class GuardedTeacher(Teacher):
         self.publication = Publication(version, paths, config.prior, config.window, config.pause)
         for own in self.frames.values():
             own.newest.users.add(self.publication)
-        self._tell()
+        self._renew_figures()
         self.publish(self.publication)
 
 
 def worst_drift(figures: dict[str, Any]) -> float:
-    return max(told["drift"] for told in figures.values())
+    return max(found["drift"] for found in figures.values())

@@ -145,7 +145,7 @@ class LessonTeacher(Teacher):
         sender: str | None = None,
         *,
         require_known: bool = False,
-        report: Report = lambda told: None,
+        report: Report = lambda about: None,
         **_: Any,
     ) -> dict[str, Any]:
         """Learn lessons: all of them or none. Those about one subject are learned one after the other."""
@@ -175,7 +175,7 @@ class LessonTeacher(Teacher):
         key: str | None = None,
         sender: str | None = None,
         *,
-        report: Report = lambda told: None,
+        report: Report = lambda about: None,
     ) -> dict[str, Any]:
         """Another lesson about the same subject in the place of one; if that fails, the lesson stays."""
         asked = self._asked(key, sender, "revise", number, said)
@@ -226,7 +226,7 @@ class LessonTeacher(Teacher):
         key: str | None = None,
         sender: str | None = None,
         *,
-        report: Report = lambda told: None,
+        report: Report = lambda about: None,
     ) -> dict[str, Any]:
         """Take over the lessons of a file, as they are where nothing is known of their subjects here.
 
@@ -416,12 +416,12 @@ class LessonTeacher(Teacher):
         for batch in in_batches(what):
             about = {"state": "learning", "lessons": len(what), "learned": len(new), "together": len(batch)}
 
-            def tell(passes: int, right: float, about: dict[str, Any] = about) -> None:
+            def after_pass(passes: int, right: float, about: dict[str, Any] = about) -> None:
                 report({**about, "passes": passes, "share_predicted": right})
                 self.breathe()
 
             learned = self.lessons.learn_many(
-                [each.forms for each in batch], subjects=[each.subject for each in batch], report=tell
+                [each.forms for each in batch], subjects=[each.subject for each in batch], report=after_pass
             )
             new += [lesson.number for lesson in learned]
 
@@ -523,16 +523,16 @@ class LessonTeacher(Teacher):
     def _base_hash(self) -> str:
         return self.store.identity.partition("/")[0]
 
-    # --- what is told
+    # --- answers and figures
 
     def _with_words(self, answer: dict[str, Any]) -> dict[str, Any]:
         """An answer with the subjects of lessons that are there."""
         entries = self.catalogue.entries
-        told = [
+        described = [
             {**one, "subject": entries[one["lesson"]]["subject"]} if one["lesson"] in entries else one
             for one in answer["lessons"]
         ]
-        return {**answer, "lessons": told, "known": all(one["known"] for one in told)}
+        return {**answer, "lessons": described, "known": all(one["known"] for one in described)}
 
     def _publish(self, new: Sequence[int]) -> None:
         """Show readers the newest version, in which the patches of these lessons are new."""
@@ -541,7 +541,7 @@ class LessonTeacher(Teacher):
         paths = {BASE: self.readers.base, WITH_LESSONS: cast(TrainableModel, model)}
         publication = Publication(self.store.last, paths, alone=WITH_LESSONS)
         self.catalogue.show()
-        self.told = {
+        self.figures = {
             "progressive": list(self.progressive),
             "canaries": {},
             "usage": {},
@@ -560,7 +560,7 @@ class LessonTeacher(Teacher):
             "sources": len(self.catalogue.sources),
             "patches": sum(entry["patches"] for entry in entries),
             "bytes": sum(entry["bytes"] for entry in entries),
-            "canaries": self.canaries.told(),
+            "canaries": self.canaries.figures(),
         }
 
     def _sources_told(self) -> dict[str, dict[str, Any]]:

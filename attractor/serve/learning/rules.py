@@ -25,7 +25,7 @@ SELF = "self"
 
 
 def self_canary(base: LanguageModel, tokens: int, seed: int = 0) -> np.ndarray:
-    """What the base writes: whoever changes it beyond recognition predicts this badly."""
+    """What the base writes: a model that is changed beyond recognition predicts this badly."""
     start = torch.zeros(1, 1, dtype=torch.int64, device=base.device)
     written = [int(token) for token in generate(base, start, max_tokens=tokens, seed=seed)]
     return np.array([0, *written], dtype=np.int64)
@@ -53,14 +53,14 @@ class Canaries:
         texts, anchor = (self.whole, self.anchor["whole"]) if whole else (self.part, self.anchor["part"])
         figures: dict[str, Any] = {}
         for name, tokens in texts.items():
-            told: dict[str, float] = {"base": perplexity(anchor[name])}
+            found: dict[str, float] = {"base": perplexity(anchor[name])}
             if guard is not None:
                 costs = guard.bound(len(tokens) - 1) / (len(tokens) - 1)
-                told["most"] = (1 + self.rules.canary_rise) * perplexity(anchor[name] + costs)
-                told["perplexity"] = perplexity(evaluate(guard, tokens))
+                found["most"] = (1 + self.rules.canary_rise) * perplexity(anchor[name] + costs)
+                found["perplexity"] = perplexity(evaluate(guard, tokens))
             if path is not None:
-                told["drift"] = evaluate(path, tokens) - anchor[name]
-            figures[name] = told
+                found["drift"] = evaluate(path, tokens) - anchor[name]
+            figures[name] = found
         return figures
 
     def judge(
@@ -68,13 +68,13 @@ class Canaries:
     ) -> dict[str, Any]:
         """The same; Refused if a canary is not kept."""
         figures = self.measure(guard, path, whole=whole)
-        for name, told in figures.items():
-            if not told.get("perplexity", 0.0) <= told.get("most", 0.0):  # NaN is refused too
-                reached, most = told["perplexity"], told["most"]
+        for name, found in figures.items():
+            if not found.get("perplexity", 0.0) <= found.get("most", 0.0):  # NaN is refused too
+                reached, most = found["perplexity"], found["most"]
                 raise Refused(f"canary {name!r} would be at {reached:.5g}; {most:.5g} is the most", figures)
-            if self.rules.drift is not None and not told.get("drift", 0.0) <= self.rules.drift:
+            if self.rules.drift is not None and not found.get("drift", 0.0) <= self.rules.drift:
                 raise Refused(
-                    f"the path would be {told['drift']:.3g} nats per token worse than the base on canary "
+                    f"the path would be {found['drift']:.3g} nats per token worse than the base on canary "
                     f"{name!r}; its budget of drift is {self.rules.drift:g}",
                     figures,
                 )

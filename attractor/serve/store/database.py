@@ -43,7 +43,7 @@ SCHEMAS = {
 Mode = Literal["ro", "rw", "rwc"]
 BUSY_SECONDS = 60.0
 LOG_PAGES = 16_384
-"""Of the write-ahead log, at which a commit moves them into the database, if nobody did so before."""
+"""Of the write-ahead log, at which a commit moves them into the database, if that was not done before."""
 FAILURES = {
     sqlite3.SQLITE_FULL: errno.ENOSPC,
     sqlite3.SQLITE_IOERR: errno.EIO,
@@ -216,7 +216,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def lock(folder: Path) -> int:
-    """A handle that nobody else can get until it is closed or its process ends."""
+    """A handle that no one else can get until it is closed or its process ends."""
     handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -56,8 +56,8 @@ class Row:
     delta_sha256: str | None
 
     def chain(self, before: str) -> str:
-        told = [before, *(getattr(self, name) for name in CHAINED)]
-        return sha256(json.dumps(told, separators=(",", ":")).encode())
+        covered = [before, *(getattr(self, name) for name in CHAINED)]
+        return sha256(json.dumps(covered, separators=(",", ":")).encode())
 
 
 def first_chain(identity: str) -> str:
@@ -174,24 +174,24 @@ def check_promise(path: Path, promised: tuple[int, str] | None, chains: Sequence
         raise StoreDamaged(path, "it is not the one that was acknowledged", number)
 
 
-def told_by(database: sqlite3.Connection, which: str, values: list[Any]) -> Iterator[dict[str, Any]]:
+def readable(database: sqlite3.Connection, which: str, values: list[Any]) -> Iterator[dict[str, Any]]:
     """Records as a person reads them, without their deltas but with how many bytes these take."""
     query = f"SELECT {COLUMNS}, length(delta) FROM records WHERE {which}"
     for *columns, size in database.execute(query, values):
         row = Row(*columns)
-        told = {name: value for name in CHAINED if (value := getattr(row, name)) is not None}
-        told |= {"answer": json.loads(row.answer)} | ({"bytes": size} if size is not None else {})
+        record = {name: value for name in CHAINED if (value := getattr(row, name)) is not None}
+        record |= {"answer": json.loads(row.answer)} | ({"bytes": size} if size is not None else {})
         if row.fields is not None:
-            told["fields"] = json.loads(row.fields)
-        yield told
+            record["fields"] = json.loads(row.fields)
+        yield record
 
 
-def history_line(told: dict[str, Any]) -> dict[str, Any]:
+def history_line(record: dict[str, Any]) -> dict[str, Any]:
     """What there is to know of a version in a list of them."""
-    answer = told["answer"]
-    line = {"version": told["number"], "kind": told["kind"]}
-    names = {"source": "source", "target": "to" if told["kind"] == "rollback" else "lesson", "at": "at"}
-    line |= {new: told[name] for name, new in names.items() if name in told}
+    answer = record["answer"]
+    line = {"version": record["number"], "kind": record["kind"]}
+    names = {"source": "source", "target": "to" if record["kind"] == "rollback" else "lesson", "at": "at"}
+    line |= {new: record[name] for name, new in names.items() if name in record}
     line |= {name: answer[name] for name in ("loss", "tokens") if isinstance(answer.get(name), int | float)}
     patches = answer.get("patches")
     if isinstance(patches, dict):
@@ -204,7 +204,7 @@ def history_line(told: dict[str, Any]) -> dict[str, Any]:
 def delta_in(path: Path, data: bytes | None, expected: str | None, record: int | None = None) -> Delta:
     """The delta that was written, or StoreDamaged."""
     if data is None:
-        raise StoreDamaged(path, "its delta is missing, and nobody erased it", record)
+        raise StoreDamaged(path, "its delta is missing, and was not erased", record)
     if not isinstance(data, bytes) or sha256(data) != expected:
         raise StoreDamaged(path, "its delta is not what was written", record)
     try:

@@ -51,8 +51,8 @@ from attractor.serve.store.records import (
     history_line,
     insert,
     packed,
+    readable,
     sha256,
-    told_by,
     walk,
 )
 from attractor.serve.store.states import State, paced
@@ -318,7 +318,7 @@ class Store:
             self._cache = open_writer(self._snapshots, "NORMAL")
 
     def settle(self) -> None:
-        """Move commits from the write-ahead log into the database, if they are many; while nobody waits."""
+        """Move commits from the write-ahead log into the database, if they are many and nothing waits."""
         with self._lock:
             if self._logged > SETTLE and not self._closed:
                 self._logged = 0
@@ -350,7 +350,7 @@ class Store:
                     f"the key {key!r} was given with something else before, or by somebody else: take a new "
                     "one"
                 )
-            return next(told_by(database, "number = ?", [number]))["answer"]
+            return next(readable(database, "number = ?", [number]))["answer"]
 
     def calibration(self) -> tuple[dict[str, Any], Delta] | None:
         """What the layer of lessons measured at first; None where there is no such record."""
@@ -366,8 +366,8 @@ class Store:
         before = self.last + 1 if before is None else before
         with sql(self._lessons), reader(self._lessons) as database:
             return [
-                history_line(told)
-                for told in told_by(database, "number < ? ORDER BY number DESC LIMIT ?", [before, limit])
+                history_line(record)
+                for record in readable(database, "number < ? ORDER BY number DESC LIMIT ?", [before, limit])
             ]
 
     # --- reading

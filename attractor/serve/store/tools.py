@@ -22,7 +22,7 @@ from attractor.serve.store.database import (
     sql,
     sync_folder,
 )
-from attractor.serve.store.records import WITH_DELTA, Outline, check_promise, delta_in, told_by, walk
+from attractor.serve.store.records import WITH_DELTA, Outline, check_promise, delta_in, readable, walk
 
 
 @dataclass
@@ -105,7 +105,7 @@ def show(folder: str | Path) -> Iterator[dict[str, Any]]:
     """Every record as a dictionary, oldest first, without its delta."""
     path = lessons_in(folder)
     with sql(path), reader(path) as database:
-        yield from told_by(database, "1 ORDER BY number", [])
+        yield from readable(database, "1 ORDER BY number", [])
 
 
 def backup(folder: str | Path, target: str | Path) -> Report:
