@@ -120,7 +120,15 @@ class JSONConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class APNConfig(JSONConfig):
-    """The shape and behaviour of one APN layer, without its width, device, dtype or backend."""
+    """The shape and behaviour of one APN layer, without its width, device, dtype or backend.
+
+    >>> from attractor import APNConfig
+    >>> config = APNConfig(num_patches=64, rank=16)
+    >>> APNConfig.from_json(config.to_json()) == config
+    True
+
+    A value that cannot be is a ValueError when the configuration is made.
+    """
 
     num_patches: int = 256
     """K: how many patches the layer holds."""
@@ -295,7 +303,14 @@ class MoEConfig(JSONConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig(JSONConfig):
-    """A pre-norm decoder. `apn` and `moe` describe layers of those kinds; `per_layer` changes single ones."""
+    """A pre-norm decoder. `apn` and `moe` describe layers of those kinds; `per_layer` changes single ones.
+
+    >>> from attractor import APNConfig, GPTConfig
+    >>> GPTConfig(num_layers=2, ffn="apn", apn=APNConfig(rank=8)).apn.rank
+    8
+
+    A value that cannot be is a ValueError when the configuration is made.
+    """
 
     vocab_size: int = 65
     context: int = 256

@@ -81,10 +81,14 @@ class APN(nn.Module):
     the dense FFN of width 4 * 128, and `APN(384)` 2.8 times. `repr(layer)` says how many there are;
     `APN.like_ffn(dim)` builds a layer with as many as the FFN has.
 
+    >>> import torch
+    >>> from attractor import APN
     >>> layer = APN(64, num_patches=32, top_k=2, rank=8)
     >>> tokens = torch.randn(4, 10, 64)
     >>> tokens = tokens + layer(tokens)
     >>> update, stats = layer(tokens, return_stats=True)
+    >>> update.shape, stats.indices.shape
+    (torch.Size([4, 10, 64]), torch.Size([4, 10, 2]))
     """
 
     def __init__(
@@ -582,7 +586,12 @@ def _length(x: Tensor) -> Tensor:
 
 
 def warmup_factor(step: int, steps: int, start: float = 0.1) -> float:
-    """The paper's warm-up of gamma: linear from `start` at step 0 to 1 at step `steps` and after."""
+    """The paper's warm-up of gamma: linear from `start` at step 0 to 1 at step `steps` and after.
+
+    >>> from attractor import warmup_factor
+    >>> [round(warmup_factor(step, steps=10), 2) for step in (0, 5, 10, 20)]
+    [0.1, 0.55, 1.0, 1.0]
+    """
     check_number("start", start)
     return 1.0 if step >= steps else start + (1 - start) * max(step, 0) / steps
 
@@ -590,7 +599,14 @@ def warmup_factor(step: int, steps: int, start: float = 0.1) -> float:
 def load_resized(model: nn.Module, state_dict: Mapping[str, Any], *, assign: bool = False) -> None:
     """`model.load_state_dict(state_dict)`, after giving each APN layer the patch count of the checkpoint.
 
-    Everything else must match exactly, and is checked before anything changes. Optimizers must be rebuilt.
+    Everything else must match exactly, and is checked before anything changes: what does not fit is a
+    ValueError. Optimizers must be rebuilt.
+
+    >>> from attractor import APN, load_resized
+    >>> small, large = APN(32, num_patches=64), APN(32, num_patches=96)
+    >>> load_resized(small, large.state_dict())
+    >>> small.num_patches
+    96
     """
     modules = model.named_modules(remove_duplicate=False)
     layers = {f"{name}." if name else "": layer for name, layer in modules if isinstance(layer, APN)}

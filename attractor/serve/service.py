@@ -1,9 +1,4 @@
-"""The parts of a server put together: readers in the engine, one writer in a thread, a store behind it.
-
-with Service.open(learner, name="tiny", data="served", canaries={"old": tokens}) as service:
-    service.submit(Job(prompt=[1, 2, 3], max_tokens=20))
-    service.learn(["a text"], source="kjv", key="k1")
-"""
+"""The parts of a server put together: readers in the engine, one writer in a thread, a store behind it."""
 
 import functools
 import itertools
@@ -85,7 +80,26 @@ class Call:
 
 
 class Service:
-    """What serves and learns. Its methods may be called from any thread; those that learn block."""
+    """A model that writes texts for many readers and learns meanwhile. Close it, or use it in `with`.
+
+    `Service.open` takes a guarded learner and `Service.open_lessons` a pretrained model. Methods may be
+    called from any thread; those that change something return when the change is durable and in use.
+
+    >>> import tempfile
+    >>> from attractor import GPT, APNConfig, GPTConfig, GuardedLearner, Job, Service, tokenizer
+    >>> shape = GPTConfig(
+    ...     vocab_size=256, context=32, num_layers=2, num_heads=2, dim=32, ffn="apn", apn=APNConfig(rank=8)
+    ... )
+    >>> learner = GuardedLearner(GPT(shape), tokenizer.ByteTokenizer())
+    >>> with Service.open(learner, tempfile.mkdtemp()) as service:
+    ...     answer = service.learn(["the quick brown fox jumps over the lazy dog"], source="fox", key="k1")
+    ...     stream = service.submit(Job(prompt=list(b"the "), max_tokens=3))
+    ...     print(answer["version"], answer["repeated"], len(list(stream)), stream.version)
+    1 False 3 1
+
+    What cannot be asked is a ValueError. `attractor.serve.errors` has the others: too much waits (Busy), a
+    rule refuses it (Refused), or the disk does (Unavailable).
+    """
 
     def __init__(
         self,
