@@ -27,6 +27,7 @@ class Ask:
     model: ModelName
     """A run, a saved model or learner, a retrofit, saved lessons, a Hugging Face model, or smollm2-135m."""
     question: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="QUESTION")]
+    """What the model is asked."""
     max_tokens: int = 60
     """The longest answer."""
     device: Device = None
@@ -167,7 +168,8 @@ class ListLessons:
     """List the lessons in a folder that `attractor teach` wrote, or forget some of them."""
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER")]
-    forget: tuple[int, ...] = ()
+    """What `attractor teach` or `Model.save` wrote."""
+    forget: Annotated[tuple[int, ...], otherwise("none", "NUMBERS")] = ()
     """Numbers of lessons to take back: the model answers as if they had never been taught."""
     device: Device = None
     """cpu, cuda, cuda:1, ..."""

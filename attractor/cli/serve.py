@@ -56,6 +56,7 @@ class Serve:
     host: str = "127.0.0.1"
     """Other than this machine needs --keys."""
     port: int = 8000
+    """The port to listen on; 0 takes a free one."""
     keys: Annotated[Path | None, otherwise("everybody on this machine may do everything", "PATH")] = None
     """Who may do what: a file that `attractor keys` writes."""
     chat: Annotated[ChatName | None, otherwise("the model's own, else transcript", "NAME")] = None
@@ -75,6 +76,7 @@ class Serve:
     also: tuple[AlsoName, ...] = ()
     """What else an overlay may change."""
     max_overlays: int = GuardConfig.max_overlays
+    """How many sources the server keeps."""
     teach: LearnConfig = field(
         default_factory=lambda: LearnConfig(update=UpdateConfig(learning_rate=1e-3), max_patches=4)
     )

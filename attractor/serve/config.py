@@ -10,6 +10,8 @@ SyncName = Literal["always", "off"]
 
 @dataclass(frozen=True, kw_only=True)
 class Rules(JSONConfig):
+    """Which changes are kept: how much canaries may suffer, and how much a source may teach."""
+
     canary_rise: float = 0.01
     """Share by which a canary's perplexity may rise for readers, beyond what the guard's bound allows."""
     drift: float | None = 2.0
