@@ -23,6 +23,7 @@ from attractor.serve.http.generation import (
     Prompt,
     check_size,
     fit,
+    names_of,
     path_of,
     while_connected,
 )
@@ -292,8 +293,7 @@ def add_openai_routes(app: FastAPI, service: Service, settings: ServeSettings, m
     @app.get("/v1/models", responses=ERRORS)
     @needs("generate")
     async def list_models() -> Reply:
-        names = [service.name, *(f"{service.name}:{path}" for path in service.paths())]
-        return Reply({"object": "list", "data": [described(name) for name in names]})
+        return Reply({"object": "list", "data": [described(name) for name in names_of(service)]})
 
     @app.get("/v1/models/{model:path}", responses=ERRORS)
     @needs("generate")
