@@ -31,14 +31,17 @@ if TYPE_CHECKING:
     from attractor.continual.guarded import GuardedLearner
     from attractor.continual.learner import OnlineLearner
     from attractor.continual.lessons import Lessons
-    from attractor.data import prepare
+    from attractor.data import prepare, read_text
     from attractor.front import Model, load
     from attractor.hf import CausalLM, load_retrofit, retrofit
     from attractor.hf.callback import APNCallback
     from attractor.hf.pretrained import load_pretrained
-    from attractor.hf.teachable import teachable
+    from attractor.hf.teach import teach
+    from attractor.hf.teachable import load_lessons, save_lessons, teachable
     from attractor.layer import APN, RoutingStats, load_resized, warmup_factor
     from attractor.model import GPT
+    from attractor.serve.decode.engine import Job
+    from attractor.serve.service import Service
     from attractor.trainer import Trainer
 
 _HOMES = {
@@ -57,14 +60,17 @@ _HOMES = {
     "attractor.continual.guarded": ("GuardedLearner",),
     "attractor.continual.learner": ("OnlineLearner",),
     "attractor.continual.lessons": ("Lessons",),
-    "attractor.data": ("prepare",),
+    "attractor.data": ("prepare", "read_text"),
     "attractor.front": ("Model", "load"),
     "attractor.hf": ("CausalLM", "load_retrofit", "retrofit"),
     "attractor.hf.callback": ("APNCallback",),
     "attractor.hf.pretrained": ("load_pretrained",),
-    "attractor.hf.teachable": ("teachable",),
+    "attractor.hf.teach": ("teach",),
+    "attractor.hf.teachable": ("load_lessons", "save_lessons", "teachable"),
     "attractor.layer": ("APN", "RoutingStats", "load_resized", "warmup_factor"),
     "attractor.model": ("GPT",),
+    "attractor.serve.decode.engine": ("Job",),
+    "attractor.serve.service": ("Service",),
     "attractor.trainer": ("Trainer",),
 }
 """Module -> the public names that are imported from it when they are first used."""
@@ -82,23 +88,29 @@ __all__ = [
     "Guard",
     "GuardConfig",
     "GuardedLearner",
+    "Job",
     "LearnConfig",
     "LessonConfig",
     "Lessons",
     "Model",
     "OnlineLearner",
     "RoutingStats",
+    "Service",
     "Trainer",
     "UpdateConfig",
     "__version__",
     "analysis",
     "load",
+    "load_lessons",
     "load_pretrained",
     "load_resized",
     "load_retrofit",
     "monitor",
     "prepare",
+    "read_text",
     "retrofit",
+    "save_lessons",
+    "teach",
     "teachable",
     "warmup_factor",
 ]

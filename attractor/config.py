@@ -120,7 +120,15 @@ class JSONConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class APNConfig(JSONConfig):
-    """The shape and behaviour of one APN layer, without its width, device, dtype or backend."""
+    """The shape and behaviour of one APN layer, without its width, device, dtype or backend.
+
+    >>> from attractor import APNConfig
+    >>> config = APNConfig(num_patches=64, rank=16)
+    >>> APNConfig.from_json(config.to_json()) == config
+    True
+
+    A value that cannot be is a ValueError when the configuration is made.
+    """
 
     num_patches: int = 256
     """K: how many patches the layer holds."""
@@ -248,6 +256,7 @@ class MoEConfig(JSONConfig):
     """
 
     num_experts: int = 8
+    """How many experts a layer has."""
     top_k: int = 2
     """How many experts each token uses (moe). With 1 the router learns by the noise alone."""
     hidden: int | None = None
@@ -271,7 +280,7 @@ class MoEConfig(JSONConfig):
     def for_kind(self, kind: FFNName) -> Self:
         """What a layer of this kind reads of these settings.
 
-        One that it does not read may have its default, which nobody typed, or the value that describes what
+        One that it does not read may have its default, which was not typed, or the value that describes what
         the layer does; any other value was meant to do something and is an error.
         """
         if kind == "switch":
@@ -295,19 +304,31 @@ class MoEConfig(JSONConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig(JSONConfig):
-    """A pre-norm decoder. `apn` and `moe` describe layers of those kinds; `per_layer` changes single ones."""
+    """A pre-norm decoder. `apn` and `moe` describe layers of those kinds; `per_layer` changes single ones.
+
+    >>> from attractor import APNConfig, GPTConfig
+    >>> GPTConfig(num_layers=2, ffn="apn", apn=APNConfig(rank=8)).apn.rank
+    8
+
+    A value that cannot be is a ValueError when the configuration is made.
+    """
 
     vocab_size: int = 65
+    """How many tokens the model knows; training sets it to what the text has."""
     context: int = 256
     """The longest sequence the model sees."""
     num_layers: int = 6
+    """How many blocks follow each other."""
     num_heads: int = 6
+    """Heads of attention in each block."""
     dim: int = 384
+    """The width of a token inside the model."""
     dropout: float = 0.0
     """On embeddings, attention and FFN outputs."""
     bias: bool = False
     """Biases in linear maps and norms."""
     ffn: FFNName = "mlp"
+    """What stands in the place of the FFN in every block."""
     ffn_start: FFNStartName = "gpt2"
     """First maps of dense FFNs and experts: 0.02 ("gpt2"), or outputs of "unit" variance, as APN's codes."""
     apn: APNConfig = field(default_factory=APNConfig)
@@ -363,17 +384,24 @@ class GPTConfig(JSONConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(JSONConfig):
+    """How a model is trained."""
+
     max_steps: int = 5000
+    """Optimizer steps of the run."""
     batch_size: int = 64
     """Sequences per optimizer step, over all processes and accumulation steps."""
     accumulation: int = 1
     """Split each batch into this many pieces to save memory."""
     learning_rate: float = 1e-3
+    """The largest learning rate, after the warm-up."""
     min_learning_rate: float = 1e-4
+    """What the learning rate falls to by the last step."""
     warmup_steps: int = 100
+    """Steps over which the learning rate rises from 0."""
     weight_decay: float = 0.1
     """On matrices; never on norms, biases, gates or prototypes."""
     beta2: float = 0.99
+    """AdamW's second moment; the first is 0.9."""
     clip_norm: float = 1.0
     """Limit on the gradient norm; 0 is no limit."""
     balance_weight: float = 0.0
@@ -383,11 +411,15 @@ class TrainConfig(JSONConfig):
     scale_warmup_steps: int = 0
     """Steps over which the scale of APN layers rises from a tenth to its value."""
     eval_interval: int = 250
+    """Steps from one evaluation on the whole validation text to the next."""
     checkpoint_interval: int = 250
+    """Steps from one checkpoint to the next."""
     log_interval: int = 10
+    """Steps from one line of the log to the next."""
     patience: int | None = None
     """Stop after this many evaluations without a new best; None trains to the end."""
     seed: int = 1337
+    """The same seed gives the same first weights and the same batches."""
     precision: PrecisionName = "auto"
     """"auto" is bfloat16 autocast on a GPU that has it, float32 elsewhere."""
     compile: bool | None = None
@@ -423,6 +455,8 @@ class TrainConfig(JSONConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(JSONConfig):
+    """The text of a run, and how it becomes tokens."""
+
     source: str = "shakespeare"
     """A named corpus (`attractor data list`), a file, a folder or a glob."""
     tokenizer: str = "char"

@@ -88,7 +88,11 @@ def open_text(source: PathLike, *, cache_dir: PathLike | None = None, **options:
 
 
 def read_text(source: PathLike, *, cache_dir: PathLike | None = None, **options: int) -> str:
-    """The whole text of a corpus, a file, a folder or a glob."""
+    """The whole text of a corpus, a file, a folder or a glob.
+
+    `options` are those of the corpus: `read_text("paper-shift", size=2_000)`. A name that is neither a corpus
+    nor a file, and a text that is empty, are ValueErrors.
+    """
     text = "".join(open_text(source, cache_dir=cache_dir, **options).chunks())
     if not text:
         raise ValueError(f"{os.fspath(source)!r} is empty")

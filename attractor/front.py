@@ -102,7 +102,21 @@ class Taught:
 class Model:
     """A language model that writes, is measured and is taught.
 
-    `model` maps tokens to logits; `tokenizer` reads and writes text. Build it with `load`.
+    `model` maps tokens to logits; `tokenizer` reads and writes text. `load` builds one of what is on disk.
+
+    >>> from attractor import GPT, APNConfig, GPTConfig, Model, tokenizer
+    >>> shape = GPTConfig(
+    ...     vocab_size=256, context=32, num_layers=2, num_heads=2, dim=32, ffn="apn", apn=APNConfig(rank=8)
+    ... )
+    >>> model = Model(GPT(shape).eval(), tokenizer.ByteTokenizer())
+    >>> before = model.perplexity("Ann plays the cello.")
+    >>> taught = model.learn("Ann plays the cello.")
+    >>> model.perplexity("Ann plays the cello.") < before, len(model.lessons())
+    (True, 1)
+    >>> len(model.generate("Ann", max_tokens=4, seed=0)) > 0
+    True
+
+    What cannot be done with this kind of model is a ValueError that says why: `forget` needs lessons.
     """
 
     def __init__(

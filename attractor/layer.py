@@ -81,10 +81,14 @@ class APN(nn.Module):
     the dense FFN of width 4 * 128, and `APN(384)` 2.8 times. `repr(layer)` says how many there are;
     `APN.like_ffn(dim)` builds a layer with as many as the FFN has.
 
+    >>> import torch
+    >>> from attractor import APN
     >>> layer = APN(64, num_patches=32, top_k=2, rank=8)
     >>> tokens = torch.randn(4, 10, 64)
     >>> tokens = tokens + layer(tokens)
     >>> update, stats = layer(tokens, return_stats=True)
+    >>> update.shape, stats.indices.shape
+    (torch.Size([4, 10, 64]), torch.Size([4, 10, 2]))
     """
 
     def __init__(
@@ -289,29 +293,7 @@ class APN(nn.Module):
         """The update for tokens x (..., dim); with `return_stats`, also what the router did."""
         self._check_input(x)
         tokens = self._prepare(x)
-        prototypes = self.prototypes if self.codebooks is None else self.codebooks
-        router: dict[str, Any] = {
-            "temperature": self.config.temperature,
-            "routing": self.config.routing,
-            "projection_gdm": self.router_projection,
-        }
-        output = ops.apn(
-            tokens,
-            prototypes,
-            self.encoder,
-            self.gate_slope,
-            self.gate_bias,
-            self.decoder if self.decoder is not None else self.offset_out,
-            **router,
-            top_k=self.config.top_k,
-            scale=self.config.scale if self.scale_factor is None else self.config.scale * self.scale_factor,
-            U0_rd=self.decoder_base,
-            A_Krq=self.offset_in,
-            keep_nk=self._draw_kept_slots(tokens),
-            radius_K=self.radius,
-            sparse=self.config.sparse_gradients,
-            backend=self.backend,
-        )
+        output = self._compute(tokens, self._banks(), self.radius, self.backend)
         update = F.dropout(output.update, self.config.dropout, self.training).reshape(*x.shape[:-1], self.dim)
         if not return_stats:
             return update
@@ -323,7 +305,7 @@ class APN(nn.Module):
             indices=output.indices.long().reshape(*leading, self.config.top_k),
             weights=output.weights.reshape(*leading, self.config.top_k),
             confidence=output.confidence.reshape(leading),
-            balance=ops.balance_loss(tokens, prototypes, **router),
+            balance=ops.balance_loss(tokens, self._banks()[0], **self._router()),
             entropy=token_entropy.sum() / routed,
             update_norm=_length(output.update).reshape(leading),
             input_norm=_length(x),
@@ -331,11 +313,48 @@ class APN(nn.Module):
         )
         return update, stats
 
+    def _banks(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
+        """What belongs to patches, row by row: prototypes, slopes and biases of gates, decoders, offsets."""
+        prototypes = self.prototypes if self.codebooks is None else self.codebooks
+        decoder = self.decoder if self.decoder is not None else self.offset_out
+        assert decoder is not None
+        return prototypes, self.gate_slope, self.gate_bias, decoder, self.offset_in
+
+    def _router(self) -> dict[str, Any]:
+        return {
+            "temperature": self.config.temperature,
+            "routing": self.config.routing,
+            "projection_gdm": self.router_projection,
+        }
+
+    def _compute(
+        self, tokens: Tensor, banks: tuple[Tensor | None, ...], radius: Tensor | None, backend: str
+    ) -> ops.APNOutput:
+        """What the layer does with tokens (n, dim) if these are its patches."""
+        prototypes, gate_slope, gate_bias, decoder, offset_in = banks
+        return ops.apn(
+            tokens,
+            prototypes,
+            self.encoder,
+            gate_slope,
+            gate_bias,
+            decoder,
+            **self._router(),
+            top_k=self.config.top_k,
+            scale=self.config.scale if self.scale_factor is None else self.config.scale * self.scale_factor,
+            U0_rd=self.decoder_base,
+            A_Krq=offset_in,
+            keep_nk=self._draw_kept_slots(tokens),
+            radius_K=radius,
+            sparse=self.config.sparse_gradients,
+            backend=backend,
+        )
+
     def set_scale_factor(self, factor: float) -> None:
         """Multiply `scale` by `factor` from now on: the warm-up of gamma. See `warmup_factor`.
 
         The factor is a tensor that is written in place, so compiled graphs and CUDA graphs follow it. It is
-        part of no checkpoint: whoever owns the schedule sets it again.
+        part of no checkpoint: after loading one, set it again.
         """
         check_number("factor", factor, "a number, 0 or more", lambda value: value >= 0)
         if self.scale_factor is None:
@@ -362,7 +381,9 @@ class APN(nn.Module):
         With groups of a contextual router each group has length 1. Tokens that are not finite become zero.
         """
         self._check_input(x)
-        tokens = self._prepare(x)
+        return self._directions(self._prepare(x))
+
+    def _directions(self, tokens: Tensor) -> Tensor:
         tokens = ops.routing_precision(tokens).masked_fill(~ops.finite_rows(tokens), 0)
         if self.router_projection is None:
             return ops.unit(tokens)
@@ -485,7 +506,7 @@ class APN(nn.Module):
             tokens = self._normalize(tokens, self.norm)
         if self.whitening is None or self.whitening_shift is None:
             return tokens
-        with ops.without_autocast(x.device.type):  # whom a token meets must not depend on rounding
+        with ops.without_autocast(x.device.type):  # which patches a token meets must not depend on rounding
             if tokens.dtype == self.whitening.dtype:  # products of bfloat16 are exact, and summed in float32
                 return torch.addmm(self.whitening_shift, tokens, self.whitening)
             exact = ops.routing_precision
@@ -565,7 +586,12 @@ def _length(x: Tensor) -> Tensor:
 
 
 def warmup_factor(step: int, steps: int, start: float = 0.1) -> float:
-    """The paper's warm-up of gamma: linear from `start` at step 0 to 1 at step `steps` and after."""
+    """The paper's warm-up of gamma: linear from `start` at step 0 to 1 at step `steps` and after.
+
+    >>> from attractor import warmup_factor
+    >>> [round(warmup_factor(step, steps=10), 2) for step in (0, 5, 10, 20)]
+    [0.1, 0.55, 1.0, 1.0]
+    """
     check_number("start", start)
     return 1.0 if step >= steps else start + (1 - start) * max(step, 0) / steps
 
@@ -573,7 +599,14 @@ def warmup_factor(step: int, steps: int, start: float = 0.1) -> float:
 def load_resized(model: nn.Module, state_dict: Mapping[str, Any], *, assign: bool = False) -> None:
     """`model.load_state_dict(state_dict)`, after giving each APN layer the patch count of the checkpoint.
 
-    Everything else must match exactly, and is checked before anything changes. Optimizers must be rebuilt.
+    Everything else must match exactly, and is checked before anything changes: what does not fit is a
+    ValueError. Optimizers must be rebuilt.
+
+    >>> from attractor import APN, load_resized
+    >>> small, large = APN(32, num_patches=64), APN(32, num_patches=96)
+    >>> load_resized(small, large.state_dict())
+    >>> small.num_patches
+    96
     """
     modules = model.named_modules(remove_duplicate=False)
     layers = {f"{name}." if name else "": layer for name, layer in modules if isinstance(layer, APN)}

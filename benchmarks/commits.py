@@ -18,7 +18,8 @@ import torch
 
 from attractor.continual.delta import Delta
 from attractor.results import write_result
-from attractor.serve.store import Store, SyncName
+from attractor.serve.config import SyncName
+from attractor.serve.store import Store
 
 SIZES = {"1 KB": 1 << 10, "100 KB": 100 << 10, "1 MB": 1 << 20}
 

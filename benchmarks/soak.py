@@ -33,10 +33,10 @@ import numpy as np
 from crashes import SOURCES, TEXT, kills, learner, live_hash, serve
 
 from attractor.results import write_result
+from attractor.serve.config import Limits, Rules
 from attractor.serve.decode.engine import Job
 from attractor.serve.errors import Busy
-from attractor.serve.learning.rules import Rules
-from attractor.serve.service import Limits, Service
+from attractor.serve.service import Service
 
 # --- times
 
@@ -316,8 +316,8 @@ def main() -> int:
     for what, figure, holds in rows:
         print(f"{'holds ' if holds else 'MISSED'}  {what}: {figure:.4g}")
     if options.result:
-        told = [{"what": what, "figure": figure, "holds": holds} for what, figure, holds in rows]
-        write_result(options.result, {"experiment": "soak", "seed": 0, **found, "shows": told})
+        rows_shown = [{"what": what, "figure": figure, "holds": holds} for what, figure, holds in rows]
+        write_result(options.result, {"experiment": "soak", "seed": 0, **found, "shows": rows_shown})
     return 0 if all(holds for _, _, holds in rows) else 1
 
 

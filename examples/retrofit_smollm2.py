@@ -11,10 +11,7 @@ from typing import Any
 import torch
 
 import attractor
-from attractor import APNConfig, CausalLM, Guard, load_pretrained
-from attractor.data import read_text
-from attractor.evaluate import evaluate
-from attractor.hf.teach import teach
+from attractor import APNConfig, CausalLM, Guard, evaluate, load_pretrained, read_text, teach
 
 CONTEXT = 128
 
@@ -44,8 +41,8 @@ def main(steps: int = 200) -> None:
     print(f"validation loss {done['before']:.3f} -> {done['best']:.3f} at step {done['best_step']}")
     paths["guarded"] = guard = Guard(paths)  # one copy of the weights, two ways through them
     for name, tokens in {"First Folio": test, "Python": old[-4000:]}.items():
-        figures = {way: math.exp(evaluate(path, tokens, batch_size=4)) for way, path in paths.items()}
-        print(f"{name:12s}", *(f"{way} {perplexity:8.3f}  " for way, perplexity in figures.items()))
+        losses = {way: evaluate.evaluate(path, tokens, batch_size=4) for way, path in paths.items()}
+        print(f"{name:12s}", *(f"{way} {math.exp(loss):8.3f}  " for way, loss in losses.items()))
     print(f"the guard may cost {math.expm1(guard.bound(CONTEXT) / CONTEXT):.2%} at most, on any text")
     net.save_pretrained("runs/folio-adapter")
 

@@ -60,13 +60,13 @@ def main() -> None:
     options = parser.parse_args()
     server = Server(options.base, options.key)
     server.ask("Where was Zorvan Quillbeam born?")
-    for told in server.teach(LESSON):
-        about = told.get("doing") or (f"pass {told['passes']}" if "passes" in told else "")
-        print(f"\r{told['state']} {about}".ljust(60), end="", flush=True)
+    for event in server.teach(LESSON):
+        about = event.get("doing") or (f"pass {event['passes']}" if "passes" in event else "")
+        print(f"\r{event['state']} {about}".ljust(60), end="", flush=True)
     print()
-    if told["state"] == "failed":
-        raise SystemExit(told["error"]["message"])
-    (lesson,) = told["lessons"]
+    if event["state"] == "failed":
+        raise SystemExit(event["error"]["message"])
+    (lesson,) = event["lessons"]
     print(f"lesson {lesson['lesson']} about {lesson['subject']}: known {lesson['share_known']:.0%}")
     server.ask("Where was Zorvan Quillbeam born?")
     server.ask("What is the capital of France?")

@@ -1,11 +1,15 @@
 """The command line, in process: what a person types, sees and gets back."""
 
+import ast
 import dataclasses
+import itertools
 import json
 import random
+import re
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -177,14 +181,44 @@ def imported_by(*arguments) -> tuple[set[str], str]:
         ["sampel"],
         ["train", "tiny_anp"],
         ["train", "tiny_apn", "--train.max-steps", "-1"],
-        *([name, "--help"] for name in cli.VERBS if name != "serve"),
+        *([name, "--help"] for name in cli.VERBS),
     ],
 )
 def test_what_needs_no_model_imports_no_torch(arguments):
     modules, shown = imported_by(*arguments)
     assert "attractor" in shown
     assert not {"torch", "numpy", "transformers"} & modules
-    assert "(default: None)" not in shown or arguments[0] in ("adapt", "retrofit")  # of configurations
+    if arguments[0] not in ("adapt", "retrofit", "serve"):  # which show configurations
+        assert "(default: None)" not in shown
+
+
+def test_a_reader_that_has_read_enough_is_no_error():
+    program = f"{sys.executable} -m attractor.cli data list | true; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", program], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
+def fields_without_words(path):
+    """Fields of dataclasses that no docstring follows, except those that hold further fields."""
+    for found in ast.walk(ast.parse(path.read_text())):
+        if isinstance(found, ast.ClassDef) and any(
+            "dataclass" in ast.unparse(each) for each in found.decorator_list
+        ):
+            for one, after in itertools.pairwise([*found.body, None]):
+                is_field = isinstance(one, ast.AnnAssign) and not re.search(
+                    "Config|Rules|Limits|Suppress|Overlay", ast.unparse(one)
+                )
+                if is_field and not (isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)):
+                    yield f"{found.name}.{ast.unparse(one.target)}"
+
+
+@pytest.mark.parametrize(
+    "path", ["config.py", "continual/config.py", "serve/config.py", "serve/http/settings.py", "cli/*.py"]
+)
+def test_every_option_says_what_it_is(path):
+    files = sorted(Path(cli.__file__).parent.parent.glob(path))
+    assert files
+    assert [name for file in files for name in fields_without_words(file)] == []
 
 
 def test_every_verb_shows_an_example(capsys):

@@ -162,8 +162,13 @@ class TestInBrowser:
         until(lambda: service.version == 26)
         assert service.history[-1]["to"] == 22
         page.wait("document.getElementById('tile-version').textContent === 'v26'")
-        page.evaluate("document.querySelector('[aria-label=\"Forget kjv\"]').click()")
-        page.evaluate("document.getElementById('confirm-yes').click()")
+        page.evaluate("document.getElementById('forget-source-kjv').focus()")
+        page.press("Enter")
+        page.press("Escape")
+        assert seen(page, "activeElement.id") == "forget-source-kjv"
+        page.press("Enter")
+        assert seen(page, "activeElement.id") == "forget-no"
+        page.evaluate("document.getElementById('forget-yes').click()")
         until(lambda: "kjv" not in service.sources)
         page.wait("document.querySelectorAll('#overlays tbody tr').length === 2")
 
@@ -172,7 +177,7 @@ class TestInBrowser:
         with Running(create_app(FakeService(), settings), settings) as running:
             page = browser.page(f"http://127.0.0.1:{running.port}/")
             page.wait(LIVE)
-            assert "No lessons yet" in seen(page, "getElementById('loss').textContent")
+            assert "No texts yet" in seen(page, "getElementById('loss').textContent")
             assert "base alone" in seen(page, "getElementById('overlays').textContent")
 
     def test_a_key_opens_it_and_stays_in_the_tab(self, browser, tmp_path):

@@ -11,6 +11,7 @@ NAMES = [name for name in attractor.__all__ if name not in ("__version__", "anal
 EXAMPLES = [
     *("GPT", "Guard", "GuardedLearner", "OnlineLearner", "Trainer", "prepare"),
     *("CausalLM", "load_retrofit", "retrofit"),
+    *("APN", "APNConfig", "GPTConfig", "Job", "Model", "Service", "load_resized", "warmup_factor"),
 ]
 """An example of each is run."""
 

@@ -169,7 +169,7 @@ def test_a_flood_of_lessons_does_not_lock_out_the_way_back(tmp_path):
     """Too many are refused, those whose clients have disconnected are dropped, and a rollback goes first."""
     settings = ServeSettings()
     with (
-        serve(tmp_path, limits=Limits(lessons=4, drain=0.5)) as service,
+        serve(tmp_path, limits=Limits(learning=4, drain=0.5)) as service,
         Running(create_app(service, settings), settings) as running,
         contextlib.ExitStack() as stack,
     ):
@@ -194,7 +194,7 @@ def test_a_flood_of_lessons_does_not_lock_out_the_way_back(tmp_path):
         admin = threading.Thread(target=take_back)
         admin.start()
         until(lambda: service._calls.qsize() == 4)
-        waiting = [call.done for call in service._calls.queue if call.kind == "lessons"]
+        waiting = [call.done for call in service._calls.queue if call.kind == "learning"]
         running_now = clients[int(flood.taught[0].removeprefix("flood"))]
         patient = next(client for client in clients if client is not running_now and not has_reply(client))
         for client in clients:

@@ -154,6 +154,26 @@ def test_parameters_reach_the_engine(client, service):
     assert [job.seed for job in service.jobs] == [5, 6]
 
 
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/completions", {"prompt": "A"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "A"}]}),
+    ],
+)
+def test_the_model_need_not_be_named(client, service, path, asked):
+    for named in ({}, {"model": None}, {"model": "fake"}):
+        reply = client.post(path, json=asked | named)
+        assert reply.status_code == 200
+        assert reply.json()["model"] == service.name == "fake"
+        assert service.jobs[-1].path is None
+    chunk = client.post(path, json=asked | {"stream": True}).text.splitlines()[0]
+    assert json.loads(chunk.removeprefix("data: "))["model"] == "fake"
+    for wrong in ("", "other", "fake:nothing"):
+        reply = client.post(path, json=asked | {"model": wrong})
+        assert (reply.status_code, reply.json()["error"]["code"]) == (404, "model_not_found")
+
+
 def test_echo_repeats_the_prompt(client):
     assert (
         completion(client, prompt="To be", max_tokens=3, echo=True).json()["choices"][0]["text"] == "To beNow"

@@ -309,6 +309,35 @@ def test_another_base_is_refused(saved):
     refused(tiny("qwen3"), saved, "model_type is 'llama' there")
 
 
+def test_the_base_is_hashed_once_and_again_when_it_changes(monkeypatch):
+    hashed = []
+    monkeypatch.setattr(files, "tensors_hash", lambda tensors: hashed.append(1) or tensors_hash(tensors))
+    base = tiny("llama")
+    net = attractor.retrofit(base, SMALL)
+
+    def hashes_of_base() -> int:
+        hashed.clear()
+        state = net.state_dict()
+        told = json.loads(bytes(state["retrofits.default.description"].tolist()))
+        assert told["base"]["weights"] == tensors_hash(base.state_dict())
+        return len(hashed) - 1  # one is of the layers
+
+    weight = base.get_output_embeddings().weight
+    assert hashes_of_base() == 1
+    assert hashes_of_base() == 0
+    changes = [
+        lambda: weight.mul_(2),
+        lambda: base.load_state_dict({name: value + 1 for name, value in base.state_dict().items()}),
+        lambda: base.set_output_embeddings(torch.nn.Linear(*weight.T.shape, bias=False)),
+        lambda: base.double(),
+    ]
+    for change in changes:
+        with torch.no_grad():
+            change()
+        assert hashes_of_base() == 1
+        assert hashes_of_base() == 0
+
+
 def test_a_place_that_the_base_has_not_is_refused(saved):
     tensors = {k.replace("layers.1", "layers.7"): v for k, v in load_file(saved / files.WEIGHTS).items()}
     edit(lambda t: (t.clear(), t.update(tensors)))(saved)

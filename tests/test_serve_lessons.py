@@ -437,7 +437,7 @@ def test_a_document_is_cut_into_the_sentences_that_name_its_subject() -> None:
 
 
 def test_quotas_and_floods(tmp_path: Path) -> None:
-    with serve(tmp_path, rules=Rules(source_tokens=80, lesson_tokens=79, canary_tokens=16)) as service:
+    with serve(tmp_path, rules=Rules(source_tokens=80, text_tokens=79, canary_tokens=16)) as service:
         service.learn([about(ANN, "!")], "wiki")
         with pytest.raises(Refused, match="may teach 80 in all"):
             service.learn([about(BOB, "!")], "wiki")

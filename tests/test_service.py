@@ -96,7 +96,7 @@ def test_a_lesson_does_not_read_the_one_before(tmp_path: Path) -> None:
         ([FOX, ""], "fox", "empty"),
         ([FOX], "../etc", "cannot name"),
         ([FOX], "base", "cannot name"),
-        (["ab" * 40_000], "fox", "a lesson may have 65,536"),
+        (["ab" * 40_000], "fox", "at most 65,536 are learned at once"),
     ],
 )
 def test_wrong_lessons_say_why(tmp_path: Path, texts: list[str], source: str, match: str) -> None:
@@ -280,7 +280,7 @@ def test_many_readers_and_writers_at_once(tmp_path: Path) -> None:
 
 
 def test_too_many_lessons_are_told_to_wait(tmp_path: Path) -> None:
-    with serve(tmp_path, limits=Limits(drain=0.5, lessons=1)) as service:
+    with serve(tmp_path, limits=Limits(drain=0.5, learning=1)) as service:
         hold, began = threading.Event(), threading.Event()
 
         def slow(*_: object) -> dict[str, object]:

@@ -114,6 +114,8 @@ RENAMED = {
     ("train", "--data.vocab-size"): "--vocab-size",
     ("train", "--data.val-fraction"): "--val-fraction",
     ("serve", "--data-dir"): "--store",
+    ("serve", "--limits.lessons"): "--limits.learning",
+    ("serve", "--rules.lesson-tokens"): "--rules.text-tokens",
 }
 """Options of earlier releases, and what they are called now."""
 
@@ -136,7 +138,12 @@ def main(arguments: list[str] | None = None) -> int:
         return 0 if arguments else 2
     try:
         command = parse(arguments)
-        return command.run() or 0
+        done = command.run() or 0
+        sys.stdout.flush()
+        return done
+    except BrokenPipeError:  # `attractor ... | head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that the interpreter's own flush does not complain
+        return 0
     except KeyboardInterrupt:
         print("attractor: interrupted; what was saved is kept", file=sys.stderr)
         return INTERRUPTED

@@ -19,6 +19,7 @@ class BenchLayer:
         Literal["bfloat16", "float16", "float32"] | None,
         otherwise("bfloat16 on a GPU, float32 on a CPU", "NAME"),
     ] = None
+    """The type of the numbers."""
     sweep: bool = False
     """Many sizes around the paper's instead of the four of docs/performance.md."""
     rounds: int = 1
@@ -46,6 +47,7 @@ class BenchTrain:
     presets: tuple[str, str] = ("paper_dense", "paper_apn")
     """The first is what the second is compared with."""
     steps: int = 60
+    """Steps that are timed."""
     device: Device = None
     """cpu, cuda, cuda:1, ..."""
     json: JSONFile = None
@@ -68,7 +70,9 @@ class BenchDecode:
     """Time the next token of one and of several streams, half a context into the text."""
 
     presets: tuple[str, str] = ("paper_dense", "paper_apn")
+    """The first is what the second is compared with."""
     streams: tuple[int, ...] = (1, 64)
+    """How many texts are written at a time, one measurement for each number."""
     device: Device = None
     """cpu, cuda, cuda:1, ..."""
     json: JSONFile = None

@@ -233,6 +233,7 @@ class OverlayDrop:
     """Forget an overlay and everything its source taught."""
 
     name: tyro.conf.Positional[str]
+    """The name of the overlay, as `list` shows it."""
 
     def act(self, learner: "GuardedLearner") -> bool:
         print(learner.forget(self.name))
@@ -244,6 +245,7 @@ class OverlayRollback:
     """Go back to an earlier version of an overlay."""
 
     name: tyro.conf.Positional[str]
+    """The name of the overlay, as `list` shows it."""
     version: int
     """One of those that `list` shows as kept."""
 
@@ -258,7 +260,9 @@ class OverlayExport:
     """Write an overlay to a folder of its own: overlay.json and overlay.safetensors."""
 
     name: tyro.conf.Positional[str]
+    """The name of the overlay, as `list` shows it."""
     folder: tyro.conf.Positional[Path]
+    """The new folder."""
 
     def act(self, learner: "GuardedLearner") -> bool:
         if self.folder.exists():
@@ -273,7 +277,9 @@ class OverlayImport:
     """Take over an exported overlay; it must have been made over the same base."""
 
     folder: tyro.conf.Positional[Path]
+    """What `export` wrote."""
     name: tyro.conf.Positional[str]
+    """What the overlay is called here."""
 
     def act(self, learner: "GuardedLearner") -> bool:
         learner.import_overlay(self.folder, self.name)
@@ -286,6 +292,7 @@ class OverlayConsolidate:
     """Make an overlay the base, if no canary suffers; shows the figures, and does it with --confirm."""
 
     name: tyro.conf.Positional[str]
+    """The name of the overlay, as `list` shows it."""
     canary: tuple[str, ...]
     """What must not suffer: names of `attractor data list` or files."""
     tolerance: float = 0.003

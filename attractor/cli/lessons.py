@@ -27,6 +27,7 @@ class Ask:
     model: ModelName
     """A run, a saved model or learner, a retrofit, saved lessons, a Hugging Face model, or smollm2-135m."""
     question: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="QUESTION")]
+    """What the model is asked."""
     max_tokens: int = 60
     """The longest answer."""
     device: Device = None
@@ -127,7 +128,7 @@ class Teach:
                     bar.set_postfix_str(f"{known:.0%} predicted")
 
                 lesson = model.learn(forms, subject=subject, report=show)
-            print(told(lesson), flush=True)
+            print(described(lesson), flush=True)
             if lesson.known < 1:
                 missed += 1
                 if model.source is None:
@@ -167,7 +168,8 @@ class ListLessons:
     """List the lessons in a folder that `attractor teach` wrote, or forget some of them."""
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER")]
-    forget: tuple[int, ...] = ()
+    """What `attractor teach` or `Model.save` wrote."""
+    forget: Annotated[tuple[int, ...], otherwise("none", "NUMBERS")] = ()
     """Numbers of lessons to take back: the model answers as if they had never been taught."""
     device: Device = None
     """cpu, cuda, cuda:1, ..."""
@@ -211,7 +213,7 @@ class ListLessons:
             raise ValueError(f"{self.folder / LESSONS} cannot be read: {error}") from error
 
 
-def told(lesson: "Lesson | Taught") -> str:
+def described(lesson: "Lesson | Taught") -> str:
     """What became of a lesson, for a person."""
     verdict = "known" if lesson.known == 1 else "NOT KNOWN"
     parts = [

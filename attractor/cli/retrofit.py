@@ -30,7 +30,9 @@ class RetrofitModel:
     start: Literal["random", "kmeans"] = "kmeans"
     """The prototypes to start from: anywhere, or among what the model's own FFNs see of the text."""
     steps: int = 300
+    """Training steps."""
     batch_size: int = 8
+    """Sequences of a step."""
     context: int = 256
     """Tokens of a sequence."""
     learning_rate: float = 1e-2
@@ -38,6 +40,7 @@ class RetrofitModel:
     val_fraction: float = 0.05
     """The last part of the text: the layers are kept as they were when they predicted it best."""
     seed: int = 0
+    """The same seed gives the same first weights and the same batches."""
     device: Device = None
     """cpu, cuda, cuda:1, ..."""
 

@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
-
-import numpy as np
+from typing import TYPE_CHECKING, Annotated, Any
 
 from attractor.cli.common import Device, ModelName, known_tokens, otherwise, run_folder, validation_text
 from attractor.continual.config import AlsoName, AttentionName, GuardConfig, LearnConfig, UpdateConfig
-from attractor.continual.guarded import GuardedLearner
-from attractor.serve.learning.rules import Rules
-from attractor.serve.service import Limits, Service
-from attractor.serve.store import SyncName
+from attractor.serve.config import Limits, Rules, SyncName
+from attractor.serve.http.settings import ChatName, ServeSettings
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from attractor.continual.guarded import GuardedLearner
     from attractor.front import Model
+    from attractor.serve.service import Service
 
 WINDOW = 256
 """Tokens of background text that a model reads at once, if it can read so many."""
@@ -50,20 +50,19 @@ class Serve:
     store: Annotated[Path | None, otherwise("MODEL-served", "PATH")] = None
     """The folder in which the server keeps what it learns, in an SQLite database."""
     learn: bool = False
-    """Take lessons. Without it the server answers with what was learned before."""
+    """Learn what clients teach. Without it the server answers with what was learned before."""
     name: Annotated[str | None, otherwise("the name of the folder", "TEXT")] = None
     """What clients call the model."""
     host: str = "127.0.0.1"
     """Other than this machine needs --keys."""
     port: int = 8000
+    """The port to listen on; 0 takes a free one."""
     keys: Annotated[Path | None, otherwise("everybody on this machine may do everything", "PATH")] = None
     """Who may do what: a file that `attractor keys` writes."""
-    chat: Annotated[
-        Literal["model", "transcript", "chatml"] | None, otherwise("the model's own, else transcript", "NAME")
-    ] = None
+    chat: Annotated[ChatName | None, otherwise("the model's own, else transcript", "NAME")] = None
     """How the messages of a chat become a prompt."""
     sync: SyncName = "always"
-    """When a lesson is on the disk: before its answer, or when the system gets to it."""
+    """When a change is on the disk: before its answer, or when the system gets to it."""
     canary: Annotated[
         tuple[str, ...], otherwise("the run's validation text; for lessons, Python's manual", "TEXT")
     ] = ()
@@ -77,10 +76,11 @@ class Serve:
     also: tuple[AlsoName, ...] = ()
     """What else an overlay may change."""
     max_overlays: int = GuardConfig.max_overlays
+    """How many sources the server keeps."""
     teach: LearnConfig = field(
         default_factory=lambda: LearnConfig(update=UpdateConfig(learning_rate=1e-3), max_patches=4)
     )
-    """How lessons are learned."""
+    """How texts are learned."""
     rules: Rules = field(default_factory=Rules)
     limits: Limits = field(default_factory=Limits)
     device: Device = None
@@ -89,7 +89,6 @@ class Serve:
     def run(self) -> int:
         try:
             from attractor.serve.http.app import Server, create_app, uvicorn_config
-            from attractor.serve.http.settings import ServeSettings
         except ImportError as error:
             raise ValueError(EXTRA.format(error)) from error
         settings = ServeSettings(host=self.host, port=self.port, keys=self.keys, chat=self.chat)
@@ -117,8 +116,10 @@ class Serve:
         print(f"version {service.version} is in {data}")
         return 0
 
-    def open(self, data: Path) -> Service:
+    def open(self, data: Path) -> "Service":
         """The service of this model; what it learns is in the folder `data`."""
+        from attractor.serve.service import Service
+
         found = self._load()
         settings: dict[str, Any] = {
             "name": self.name or Path(self.model).resolve().name,
@@ -153,9 +154,10 @@ class Serve:
         context = (self.context or 512) if is_retrofit and not has_overlays else None
         return load(self.model, device=self.device, context=context)
 
-    def _open_lessons(self, found: "Model", data: Path, settings: dict[str, Any]) -> Service:
+    def _open_lessons(self, found: "Model", data: Path, settings: dict[str, Any]) -> "Service":
         from attractor.front import frames_of
         from attractor.hf.teachable import default_background, teachable
+        from attractor.serve.service import Service
 
         net, lessons = found.net, found.school
         if lessons is None:
@@ -173,7 +175,9 @@ class Serve:
             net, lessons, found.tokenizer, data, canaries=canaries, context=context, **settings
         )
 
-    def _learner(self, found: "Model") -> GuardedLearner:
+    def _learner(self, found: "Model") -> "GuardedLearner":
+        from attractor.continual.guarded import GuardedLearner
+
         if found.guarded is None:
             return GuardedLearner(found.model, found.tokenizer, self._config())
         if self._config() != Serve(model=self.model)._config():
@@ -189,20 +193,20 @@ class Serve:
             max_overlays=self.max_overlays,
         )
 
-    def _canaries(self, tokenizer: Any, context: int) -> dict[str, np.ndarray]:
+    def _canaries(self, tokenizer: Any, context: int) -> "dict[str, np.ndarray]":
         """Those that were asked for."""
         if len({Path(source).stem for source in self.canary}) < len(self.canary):
             raise ValueError(f"two canaries of one name: {', '.join(self.canary)}; rename one")
         return {Path(source).stem: known_tokens(source, tokenizer, 64 * context) for source in self.canary}
 
-    def _validation(self, context: int) -> dict[str, np.ndarray]:
+    def _validation(self, context: int) -> "dict[str, np.ndarray]":
         """The canary of a run."""
         found = validation_text(run_folder(self.model))
         return {} if found is None else {"validation": found[: 64 * context]}
 
 
-def store_overlays(learner: GuardedLearner, folder: Path) -> None:
-    """Give a new store the overlays that a learner came with, each as a source with one lesson."""
+def store_overlays(learner: "GuardedLearner", folder: Path) -> None:
+    """Give a new store the overlays that a learner came with, each as a source that learned once."""
     from attractor.continual.delta import Delta
     from attractor.serve.learning.effects import fields_of, tensors_of
     from attractor.serve.learning.guarded import identity

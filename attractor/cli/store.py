@@ -18,7 +18,7 @@ class Keys:
     """The file with the hashes of keys; it is made if it is not there."""
     scopes: tuple[Literal["generate", "learn", "monitor", "admin"], ...]
     """What the key is for: to ask, to teach, to watch, to take lessons back."""
-    note: str = ""
+    note: Annotated[str, otherwise("none", "TEXT")] = ""
     """A name for the holder of the key."""
 
     def run(self) -> int:
@@ -40,6 +40,7 @@ class StoreCommand:
     """
 
     action: tyro.conf.Positional[Literal["verify", "show", "backup"]]
+    """What to do."""
     data_dir: tyro.conf.Positional[Path]
     """The --store of a server."""
     to: Annotated[Path | None, otherwise("none, which a backup needs", "PATH")] = None

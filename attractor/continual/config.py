@@ -38,7 +38,9 @@ class UpdateConfig(JSONConfig):
     others_rate: float = 1.0
     """Factor on it for parameters outside of APN layers, if any learn: patches often want a larger one."""
     beta1: float = 0.9
+    """Adam's first moment: how slowly the mean of a patch's gradients follows."""
     beta2: float = 0.99
+    """Adam's second moment: how slowly the mean of their squares follows."""
     weight_decay: float = 0.0
     """On the decoders of patches that learn in a step, and only then."""
     clip_norm: float | None = None
@@ -195,6 +197,7 @@ class GuardConfig(JSONConfig):
     attention: AttentionName = "off"
     """What an overlay may change in attention: nothing, low-rank deltas, or whole matrices."""
     attention_rank: int = 8
+    """The rank of low-rank deltas of attention."""
     also: tuple[AlsoName, ...] = ()
     """What else an overlay may change: "embedding" (tokens the base never saw need it), "norms"."""
     max_overlays: int = 8
@@ -234,6 +237,7 @@ class LessonConfig(JSONConfig):
     step: float = 2.7
     """The length of the first step of the lesson's vector, as a multiple of `Lessons.unit`."""
     momentum: float = 0.8
+    """The share of the last step that is in the next one."""
     decay: float = 0.1
     """The share by which the vector shrinks in a step: what is added where a lesson acts by accident is
     small."""

@@ -337,14 +337,7 @@ class GuardedLearner:
 
     def monitor(self) -> dict[str, float]:
         """Return numbers for a log: counters, and the size of every overlay."""
-        totals = self.totals
-        values: dict[str, float] = {
-            "tokens": totals.tokens,
-            "taught": totals.taught,
-            "updates": totals.updates,
-            "allocations": totals.allocations,
-        }
-        values |= {f"held_back/{name}": count for name, count in totals.held_back.items()}
+        values = self.totals.counters()
         for name, described in self.overlays().items():
             values |= {
                 f"overlay/{name}/bytes": described["bytes"],

@@ -406,15 +406,7 @@ class OnlineLearner:
 
     def monitor(self, text: Text | None = None, reference: Text | None = None) -> dict[str, float]:
         """Return numbers for a log: counters and usage; with `text` its routing; with both Omega(A, B)."""
-        totals = self.totals
-        values: dict[str, float] = {
-            "tokens": totals.tokens,
-            "taught": totals.taught,
-            "updates": totals.updates,
-            "allocations": totals.allocations,
-            "loss": totals.surprise.mean,
-        }
-        values |= {f"held_back/{name}": count for name, count in totals.held_back.items()}
+        values = self.totals.counters() | {"loss": self.totals.surprise.mean}
         for number, habits in self.allocator.habits.items():
             values[f"apn/{number}/usage_entropy"] = monitor.usage_entropy(habits.usage)
             values[f"apn/{number}/patches"] = self.layers[number].num_patches

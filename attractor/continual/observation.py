@@ -102,6 +102,11 @@ class Totals:
             surprise=surprise,
         )
 
+    def counters(self) -> dict[str, float]:
+        """The numbers for a log, by name."""
+        counts = {name: getattr(self, name) for name in ("tokens", "taught", "updates", "allocations")}
+        return counts | {f"held_back/{name}": count for name, count in self.held_back.items()}
+
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
         """What `dataclasses.asdict` made, from a file that anybody may have written."""

@@ -10,14 +10,15 @@ import hashlib
 import json
 import logging
 import re
+import weakref
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from attractor.checkpoint import tensors_hash
 from attractor.config import APNConfig, check_choice
@@ -60,11 +61,42 @@ class Saved:
         own = base_fields(model)
         if differs := _difference(self.fields, own):
             raise ValueError(f"the retrofit was made for another base: {differs}. Nothing was changed")
-        if self.weights != (weights := tensors_hash(model.state_dict())):
+        if self.weights != (weights := base_hash(model)):
             raise ValueError(
                 f"the retrofit was made for another base, with weights {self.weights[:12]}; this one has "
                 f"{weights[:12]}. It needs the same ones to the byte. Nothing was changed"
             )
+
+
+class KnownHash(NamedTuple):
+    """A hash, and what shows whether the tensors are still those that it is of."""
+
+    tensors: dict[str, tuple[weakref.ref[Tensor], int, int]]  # with how often each was written, and its place
+    hash: str
+
+    def holds(self, now: Mapping[str, Tensor]) -> bool:
+        return self.tensors.keys() == now.keys() and all(
+            known() is now[name] and (written, place) == (now[name]._version, now[name].data_ptr())
+            for name, (known, written, place) in self.tensors.items()
+        )
+
+
+_hashes: weakref.WeakKeyDictionary[nn.Module, KnownHash] = weakref.WeakKeyDictionary()
+
+
+def base_hash(model: nn.Module) -> str:
+    """Hash the weights of a base; again only if a tensor was replaced, moved or written to since.
+
+    Autograd counts the writes, and it does not see what is written through `tensor.data`.
+    """
+    now: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    if any(tensor.is_inference() for tensor in now.values()):  # nothing counts how often these are written
+        return tensors_hash(now)
+    known = _hashes.get(model)
+    if known is None or not known.holds(now):
+        tensors = {name: (weakref.ref(own), own._version, own.data_ptr()) for name, own in now.items()}
+        known = _hashes[model] = KnownHash(tensors, tensors_hash(now))
+    return known.hash
 
 
 def base_fields(model: Any) -> dict[str, Any]:
@@ -124,10 +156,10 @@ def write(
     about = dict(about or {})
     described = _describe(model, layers, mode, source, attention, peft_type=PEFT_TYPE, about=about)
     kind = {"model_type": MODEL_TYPE, "architectures": ["Retrofit"]}
-    told = {"format": "pt", "base": described["base"]["weights"], "digest": described["digest"]}
+    about = {"format": "pt", "base": described["base"]["weights"], "digest": described["digest"]}
 
     def fill(partial: Path) -> None:
-        save_tensors(tensors, partial / WEIGHTS, told)
+        save_tensors(tensors, partial / WEIGHTS, about)
         (partial / CONFIG).write_text(json.dumps(described, indent=2))
         (partial / TYPE).write_text(json.dumps(kind, indent=2))
         (partial / CARD).write_text(model_card(described), encoding="utf-8")
@@ -148,9 +180,9 @@ def description(
     return torch.tensor(list(json.dumps(described).encode()), dtype=torch.uint8)
 
 
-def check_description(told: Tensor, own: Tensor) -> None:
+def check_description(given: Tensor, own: Tensor) -> None:
     """A ValueError unless a state dict is of layers with these settings, over the same base."""
-    theirs, ours = (_parse(value) for value in (told, own))
+    theirs, ours = (_parse(value) for value in (given, own))
     for field in ("mode", "source", "attention", "numbers", "dtypes", "layers"):
         if theirs[field] != ours[field]:
             raise ValueError(
@@ -190,7 +222,7 @@ def _describe(
         "base": {
             "class": type(model).__name__,
             "config": base_fields(model),
-            "weights": tensors_hash(model.state_dict()),
+            "weights": base_hash(model),
             "dtype": _name(model.dtype),
             "loaded_from": base,
             "licence": licence_of(base),

@@ -323,7 +323,7 @@ class Retrofit(nn.Module):
 
 
 def _describe_without_base(net: nn.Module, state: dict[str, Any], prefix: str, _: object) -> None:
-    """Whoever writes the state dict alone, as a Trainer does, has written all that `load_retrofit` needs."""
+    """The state dict alone, which is what a Trainer writes, has all that `load_retrofit` needs."""
     for key in [key for key in state if key.startswith(f"{prefix}model.")]:
         del state[key]
     for name in cast(Retrofit, net).modes:
@@ -333,9 +333,9 @@ def _describe_without_base(net: nn.Module, state: dict[str, Any], prefix: str, _
 def _check_description(net: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     """Tensors can fit and mean something else; state dicts of earlier releases do not describe themselves."""
     for name in cast(Retrofit, net).modes:
-        told = state.pop(f"{prefix}retrofits.{name}.description", None)
-        if told is not None:
-            files.check_description(told, cast(Retrofit, net)._description(name))
+        found = state.pop(f"{prefix}retrofits.{name}.description", None)
+        if found is not None:
+            files.check_description(found, cast(Retrofit, net)._description(name))
 
 
 def _miss_no_base(net: nn.Module, incompatible: Any) -> None:

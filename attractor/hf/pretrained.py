@@ -106,7 +106,7 @@ def _from_gguf(source: str | Path, read: Callable[..., tuple[Any, Any]]) -> tupl
     log.info("converting %s ...", place.name)
     with converted.read_once():
         model, tokenizer = read(str(place.parent), gguf_file=place.name, local_files_only=True)
-    if sha256 is not None and model.dtype == torch.float32:  # less precise numbers serve nobody else
+    if sha256 is not None and model.dtype == torch.float32:  # less precise numbers are of no use to others
         log.info("keeping %s in full precision in the cache: the next start is quick ...", place.name)
         converted.keep(sha256, model, tokenizer)
     return model, tokenizer

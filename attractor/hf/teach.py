@@ -41,7 +41,14 @@ def teach(
     stop: Callable[[], bool] = lambda: False,
     report: Report = lambda record: None,
 ) -> dict[str, Any]:
-    """Returns the validation loss before, the best one and its step, and the losses on the way."""
+    """Train these parameters of a model on the tokens `train`, and keep what predicts `validation` best.
+
+    It takes `steps` steps with `batch_size` sequences of the model's context each. `keep` is called at every
+    new best, `report` with a record after every step, and training ends early when `stop()` is true.
+
+    Returns the validation loss before, the best one and its step, the losses on the way, and whether a loss
+    was not finite, which ends training. Wrong settings, and no parameters, are a ValueError.
+    """
     check_size("steps", steps)
     check_size("evaluations", evaluations)
     check_number("learning_rate", learning_rate, "a positive number", lambda rate: rate > 0)

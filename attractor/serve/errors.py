@@ -14,7 +14,7 @@ class Busy(Exception):
 
 
 class Refused(Exception):
-    """A lesson that may not be published; `figures` say why. Nothing was changed."""
+    """A change may not be published; `figures` say why. Nothing was changed."""
 
     def __init__(self, message: str, figures: Mapping[str, Any] | None = None) -> None:
         super().__init__(message)

@@ -1,9 +1,4 @@
-"""The parts of a server put together: readers in the engine, one writer in a thread, a store behind it.
-
-with Service.open(learner, name="tiny", data="served", canaries={"old": tokens}) as service:
-    service.submit(Job(prompt=[1, 2, 3], max_tokens=20))
-    service.learn(["a text"], source="kjv", key="k1")
-"""
+"""The parts of a server put together: readers in the engine, one writer in a thread, a store behind it."""
 
 import functools
 import itertools
@@ -22,17 +17,17 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import numpy as np
 import torch
 
-from attractor.config import JSONConfig, check_number, check_size
 from attractor.continual.guarded import GuardedLearner
 from attractor.continual.lessons import Lessons
+from attractor.serve.config import Limits, Rules, SyncName
 from attractor.serve.decode.engine import Engine, Job, Pin
 from attractor.serve.decode.stream import Stream
 from attractor.serve.errors import Busy, Unavailable
 from attractor.serve.learning.catalogue import searched
 from attractor.serve.learning.guarded import GuardedTeacher, identity
-from attractor.serve.learning.rules import SELF, Canaries, Rules, self_canary
+from attractor.serve.learning.rules import SELF, Canaries, self_canary
 from attractor.serve.learning.teacher import Teacher
-from attractor.serve.store import Store, SyncName
+from attractor.serve.store import Store
 from attractor.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -44,35 +39,7 @@ READ_AGAIN = 64 << 20
 """Bytes of records that a start may read again: where there are more, a snapshot is written at the end."""
 Verb = Literal["learn", "revise", "import_lessons", "rollback", "forget", "forget_lessons", "forget_where"]
 TEACHING = ("learn", "revise", "import_lessons")
-"""These wait as lessons do; the others have places of their own."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits(JSONConfig):
-    """How much a server takes on at a time."""
-
-    rows: int = 64
-    """Texts that are written at the same time, as one batch."""
-    waiting: int = 256
-    """Texts that wait for a place."""
-    lessons: int = 64
-    """Lessons that wait for the writer."""
-    administration: int = 8
-    """Rollbacks and deletions that wait for the writer: they have places of their own, and go first."""
-    snapshot_every: int = 256
-    """Lessons from one snapshot to the next: what a start has to read again, at most."""
-    keep_snapshots: int = 8
-    """Snapshots that are kept: how far back a rollback can go."""
-    learning_share: float = 0.4
-    """Of the time that lessons may take while texts are being written: they share the processor."""
-    drain: float = 10.0
-    """Seconds that texts under way have to end when the server does."""
-
-    def __post_init__(self) -> None:
-        for name in ("rows", "waiting", "lessons", "administration", "snapshot_every", "keep_snapshots"):
-            check_size(name, getattr(self, name))
-        check_number("learning_share", self.learning_share, "0 < share <= 1", lambda s: 0 < s <= 1)
-        check_number("drain", self.drain, "a number of seconds, 0 or more", lambda s: s >= 0)
+"""These learn, and wait in one queue; the others have places of their own."""
 
 
 def share_of_cores() -> int:
@@ -113,7 +80,26 @@ class Call:
 
 
 class Service:
-    """What serves and learns. Its methods may be called from any thread; those that learn block."""
+    """A model that writes texts for many readers and learns meanwhile. Close it, or use it in `with`.
+
+    `Service.open` takes a guarded learner and `Service.open_lessons` a pretrained model. Methods may be
+    called from any thread; those that change something return when the change is durable and in use.
+
+    >>> import tempfile
+    >>> from attractor import GPT, APNConfig, GPTConfig, GuardedLearner, Job, Service, tokenizer
+    >>> shape = GPTConfig(
+    ...     vocab_size=256, context=32, num_layers=2, num_heads=2, dim=32, ffn="apn", apn=APNConfig(rank=8)
+    ... )
+    >>> learner = GuardedLearner(GPT(shape), tokenizer.ByteTokenizer())
+    >>> with Service.open(learner, tempfile.mkdtemp()) as service:
+    ...     answer = service.learn(["the quick brown fox jumps over the lazy dog"], source="fox", key="k1")
+    ...     stream = service.submit(Job(prompt=list(b"the "), max_tokens=3))
+    ...     print(answer["version"], answer["repeated"], len(list(stream)), stream.version)
+    1 False 3 1
+
+    What cannot be asked is a ValueError. `attractor.serve.errors` has the others: too much waits (Busy), a
+    rule refuses it (Refused), or the disk does (Unavailable).
+    """
 
     def __init__(
         self,
@@ -137,7 +123,7 @@ class Service:
         self._calls: queue.PriorityQueue[Call] = queue.PriorityQueue()
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._places = {"lessons": 0, "administration": 0}  # calls that wait or are being carried out
+        self._places = {"learning": 0, "administration": 0}  # calls that wait or are being carried out
         self._closed, self._ending = False, threading.Event()
         self._pace = 1.0  # seconds that a call took lately
         self._since_snapshot = 0
@@ -246,7 +232,7 @@ class Service:
         return self.store.history(limit, shown if before is None else min(before, shown))
 
     def lessons(self, **which: Any) -> list[dict[str, Any]]:
-        """What is told of lessons, the newest first: see `attractor.serve.learning.catalogue.searched`."""
+        """Lessons, the newest first: see `attractor.serve.learning.catalogue.searched`."""
         return searched(self.teacher.catalogue.shown, **which)
 
     def lesson(self, number: int) -> dict[str, Any] | None:
@@ -257,7 +243,7 @@ class Service:
         return self.teacher.export_lessons(numbers)
 
     def overlays(self) -> dict[str, dict[str, Any]]:
-        return self.teacher.told["overlays"]
+        return self.teacher.figures["overlays"]
 
     def ready(self) -> tuple[bool, str]:
         if self._closed:
@@ -282,7 +268,7 @@ class Service:
     ) -> dict[str, Any]:
         """Learn texts, or `attractor.serve.learning.lessons.Asked` where lessons are taught.
 
-        A `key` is for this lesson of this `sender` alone; given again, the answer is given again.
+        A `key` is for this request of this `sender` alone; given again, the answer is given again.
         """
         return self.begin("learn", what, source, key, sender, **options).result()
 
@@ -309,7 +295,7 @@ class Service:
         """
         if not self._learning:
             raise Unavailable("this server does not learn: it was started without it")
-        kind, rank = ("lessons", 1) if verb in TEACHING else ("administration", 0)
+        kind, rank = ("learning", 1) if verb in TEACHING else ("administration", 0)
         done: Future[dict[str, Any]] = Future()
         with self._lock:
             if self._closed:
@@ -367,9 +353,9 @@ class Service:
         self._preparing = None
 
     def _breathe(self) -> None:
-        """A pause of the writer, after a lesson or between its passes.
+        """A pause of the writer, after a change or between the passes of a lesson.
 
-        While texts are being written, lessons take their share of the time, and half of the cores.
+        While texts are being written, learning takes its share of the time, and half of the cores.
         """
         spent = time.monotonic() - self._working_since
         until = time.monotonic() + spent * (1 - self.limits.learning_share) / self.limits.learning_share
@@ -399,7 +385,7 @@ class Service:
 
     def monitor(self) -> dict[str, Any]:
         """Figures for a dashboard, as `attractor.serve.http.monitor` describes them; no poll waits."""
-        told, figures = self.teacher.told, self.engine.stats()
+        learned, figures = self.teacher.figures, self.engine.stats()
         recent = [
             {"at": seen["at"], "version": seen["version"], "shares": seen["posterior"]}
             for seen in figures["recent"]
@@ -407,14 +393,16 @@ class Service:
         with self._lock:
             count = sum(self._places.values())
         budget = self.rules.drift
-        drift = {} if budget is None else {n: {"used": u, "budget": budget} for n, u in told["drift"].items()}
+        drift = (
+            {} if budget is None else {n: {"used": u, "budget": budget} for n, u in learned["drift"].items()}
+        )
         return {
             "version": self.version, "uptime": time.time() - self.started, "learning": self._learning,
-            "progressive": told["progressive"], "canaries": told["canaries"], "usage": told["usage"],
-            "overlays": told["overlays"], "drift": drift, "posteriors": recent,
-            "lessons": told.get("lessons"),
+            "progressive": learned["progressive"], "canaries": learned["canaries"], "usage": learned["usage"],
+            "overlays": learned["overlays"], "drift": drift, "posteriors": recent,
+            "lessons": learned.get("lessons"),
             "queue": {"generating": figures["rows"], "waiting": figures["waiting"], "learning": count,
-                      "limit": self.limits.lessons},
+                      "limit": self.limits.learning},
             "tokens_per_second": figures["tokens_per_second"],
             "journal": {"last": self.store.last, "bytes": self.store.nbytes,
                         "recovered": self.store.recovered},

@@ -44,22 +44,22 @@ function nothing(id, text) {
 }
 
 function loss(monitor) {
-  const lessons = monitor.progressive.filter((lesson) => lesson.loss !== null);
-  if (!lessons.length) {
-    return nothing("loss", monitor.learning ? "No lessons yet. The first one sent to /v1/learn appears here." : "This server does not learn.");
+  const texts = monitor.progressive.filter((text) => text.loss !== null);
+  if (!texts.length) {
+    return nothing("loss", monitor.learning ? "No texts yet. The first one sent to /v1/learn appears here." : "This server does not learn.");
   }
-  const sources = [...new Set(lessons.map((lesson) => lesson.source))];
+  const sources = [...new Set(texts.map((text) => text.source))];
   const traces = sources.map((source) => {
-    const own = lessons.filter((lesson) => lesson.source === source);
+    const own = texts.filter((text) => text.source === source);
     return {
-      type: "scatter", mode: "lines+markers", name: source, x: own.map((lesson) => lesson.version), y: own.map((lesson) => lesson.loss),
+      type: "scatter", mode: "lines+markers", name: source, x: own.map((text) => text.version), y: own.map((text) => text.loss),
       line: { color: pathColor(source), width: 1.5 }, marker: { size: own.length > 80 ? 3 : 5, color: pathColor(source) },
       hovertemplate: "%{y:.3f} nats per token<br>version %{x}<extra>%{fullData.name}</extra>",
     };
   });
-  const last = lessons[lessons.length - 1];
+  const last = texts[texts.length - 1];
   draw("loss", traces, { showlegend: true, legend: LEGEND, xaxis: axis({ title: { text: "version" }, tickformat: "d" }), yaxis: axis({ nticks: 6 }) },
-    `Loss before learning; the last lesson, version ${last.version} of ${last.source}, had ${number(last.loss, 3)} nats per token.`);
+    `Loss before learning; the last text, version ${last.version} of ${last.source}, had ${number(last.loss, 3)} nats per token.`);
 }
 
 function canaries(monitor) {
@@ -116,7 +116,7 @@ function queue(monitor) {
   seen.push({ at: now, ...monitor.queue });
   while (seen.length && now - seen[0].at > 600000) seen.shift();
   if (seen.length < 2) return nothing("queue", "Watching \u2026");
-  const lines = [["generating", "writing", "solid"], ["waiting", "waiting", "dot"], ["learning", "lessons", "dash"]];
+  const lines = [["generating", "writing", "solid"], ["waiting", "waiting", "dot"], ["learning", "learning", "dash"]];
   const traces = lines.map(([name, label, dash], index) => ({
     type: "scatter", mode: "lines", name: label, x: seen.map((point) => new Date(point.at)), y: seen.map((point) => point[name]),
     line: { shape: "hv", width: 2, dash, color: [style("--accent"), style("--soft"), style("--warn")][index] },
@@ -124,7 +124,7 @@ function queue(monitor) {
   }));
   const most = Math.max(3, ...seen.flatMap((point) => lines.map(([name]) => point[name])));
   draw("queue", traces, { showlegend: true, legend: LEGEND, xaxis: axis({ type: "date", nticks: 4, tickformat: "%H:%M:%S" }), yaxis: axis({ range: [0, most * 1.15], nticks: 5, tickformat: "d" }) },
-    `${monitor.queue.generating} texts being written, ${monitor.queue.waiting} waiting, ${monitor.queue.learning} of ${monitor.queue.limit} lessons queued.`);
+    `${monitor.queue.generating} texts being written, ${monitor.queue.waiting} waiting, ${monitor.queue.learning} of ${monitor.queue.limit} requests to learn queued.`);
 }
 
 const layers = (monitor) => Object.keys(monitor.usage).sort((a, b) => a - b);

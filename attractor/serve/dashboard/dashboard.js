@@ -6,7 +6,7 @@ import { drawAll, drawNothing } from "./charts.js";
 import { $, bytes, duration, number } from "./dom.js";
 import { drawLessons, startLessons } from "./lessons.js";
 import { loadModels, startPlayground } from "./playground.js";
-import { drawOverlays, drawVersions, forgetVersions, loadVersions } from "./tables.js";
+import { drawOverlays, drawVersions, forgetVersions, isAsking, loadVersions } from "./tables.js";
 
 const EVERY = 2000;
 const LOCKED = {
@@ -64,9 +64,10 @@ async function more() {
 
 async function tables(monitor) {
   const now = JSON.stringify([monitor.version, monitor.overlays, monitor.drift]);
-  if (now === drawn) return;
+  if (now === drawn || isAsking($("overlays"))) return; // not under an open question
   if (latest && monitor.version < latest.version) forgetVersions(); // another server, or another life of it
   await loadVersions(false);
+  if (isAsking($("overlays"))) return;
   drawOverlays(monitor, change);
   drawVersions(monitor.version, change, more);
   drawn = now;

@@ -2,14 +2,13 @@
 
 import { ask, freshKey, key } from "./api.js";
 import { $, bytes, element, empty, moment, named, number, replace } from "./dom.js";
-import { cell, table } from "./tables.js";
+import { cell, forgetButton, isAsking, stopAsking, table } from "./tables.js";
 
 const PAGE = 8;
 const MOST = 1000; // that the server lists at once
 let limit = PAGE;
 let drawn = null; // which list is shown, so that it is not rebuilt under a pointer
 let asked = 0; // only the newest list that was asked for is shown
-let forgetting = null; // the lesson of which the page asks whether it is to be forgotten
 let found = { total: 0, data: [] };
 let change = null;
 let version = null;
@@ -27,35 +26,11 @@ function known(lesson) {
   return element("span", { class: lesson.known ? "good" : "bad", title: lesson.reason }, text);
 }
 
-function askFirst(lesson) {
-  forgetting = lesson;
-  draw();
-  if (lesson !== null) $("lessons-list").querySelector("#forget-no").focus();
-}
-
-function keep() {
-  const { lesson } = forgetting;
-  askFirst(null);
-  $(`forget-${lesson}`)?.focus();
-}
-
-async function forget() {
-  const { lesson } = forgetting;
-  askFirst(null);
-  $("lessons").focus();
-  await change(`Forgot lesson ${lesson}`, () => ask("DELETE", `/v1/lessons/${lesson}?idempotency_key=${freshKey()}`));
-}
-
-function action(lesson) {
-  const name = `lesson ${lesson.lesson}, ${lesson.subject}`;
-  if (forgetting?.lesson !== lesson.lesson) {
-    const attributes = { type: "button", class: "small danger", id: `forget-${lesson.lesson}`, "aria-label": `Forget ${name}` };
-    return element("button", { ...attributes, onclick: () => askFirst(lesson) }, "Forget");
-  }
-  const escape = (event) => event.key === "Escape" && keep();
-  return element("span", { class: "sure", role: "group", "aria-label": `Forget ${name}?`, onkeydown: escape },
-    element("button", { type: "button", class: "small danger", id: "forget-yes", onclick: forget }, "Yes, forget"),
-    element("button", { type: "button", class: "small", id: "forget-no", onclick: keep }, "Keep"));
+function action({ lesson, subject }) {
+  return forgetButton(`forget-${lesson}`, `lesson ${lesson}, ${subject}`, async () => {
+    $("lessons").focus();
+    await change(`Forgot lesson ${lesson}`, () => ask("DELETE", `/v1/lessons/${lesson}?idempotency_key=${freshKey()}`));
+  });
 }
 
 function draw() {
@@ -75,12 +50,12 @@ function draw() {
 async function load() {
   const search = $("lessons-search").value;
   const wanted = JSON.stringify([key.get(), version, search, limit]);
-  if (wanted === drawn || forgetting) return;
+  if (wanted === drawn || isAsking($("lessons-list"))) return;
   const mine = (asked += 1);
   const where = search ? `&search=${encodeURIComponent(search)}` : "";
   try {
     const answer = await ask("GET", `/v1/lessons?limit=${limit}${where}`);
-    if (mine !== asked || forgetting) return;
+    if (mine !== asked || isAsking($("lessons-list"))) return;
     found = answer;
     draw();
     drawn = wanted;
@@ -94,7 +69,7 @@ async function load() {
 
 function older() {
   limit = Math.min(MOST, limit + 4 * PAGE);
-  forgetting = null;
+  stopAsking();
   load();
 }
 
@@ -120,7 +95,7 @@ export function startLessons(changing) {
   let typing = null;
   $("lessons-search").addEventListener("input", () => {
     clearTimeout(typing);
-    forgetting = null;
+    stopAsking();
     limit = PAGE;
     typing = setTimeout(load, 150);
   });

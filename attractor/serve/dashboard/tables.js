@@ -10,6 +10,40 @@ export function table(headings, rows) {
 
 export const cell = (label, kind, ...content) => element("td", { "data-label": label, class: kind }, ...content);
 
+let close = null; // the question that is open; there is at most one on the page
+
+export const stopAsking = () => close?.();
+export const isAsking = (place) => place.querySelector(".sure") !== null;
+
+// A button that asks again, in its own place, before `forget` is called.
+export function forgetButton(id, name, forget) {
+  const place = element("span");
+  const keep = () => {
+    close = null;
+    replace(place, button);
+  };
+  const back = () => {
+    keep();
+    button.focus();
+  };
+  const yes = () => {
+    keep();
+    forget();
+  };
+  const question = () => {
+    stopAsking();
+    close = keep;
+    const escape = (event) => event.key === "Escape" && back();
+    const no = element("button", { type: "button", class: "small", id: "forget-no", onclick: back }, "Keep");
+    replace(place, element("span", { class: "sure", role: "group", "aria-label": `Forget ${name}?`, onkeydown: escape },
+      element("button", { type: "button", class: "small danger", id: "forget-yes", onclick: yes }, "Yes, forget"), no));
+    no.focus();
+  };
+  const button = element("button", { type: "button", class: "small danger", id, "aria-label": `Forget ${name}`, onclick: question }, "Forget");
+  replace(place, button);
+  return place;
+}
+
 function drift(used) {
   if (!used) return "\u2013";
   const share = used.budget > 0 ? used.used / used.budget : 1;
@@ -25,17 +59,17 @@ export function drawOverlays(monitor, change) {
   const rows = names.map((name) => {
     const overlay = monitor.overlays[name];
     const patches = Object.values(overlay.patches).reduce((sum, count) => sum + count, 0);
-    const drop = async () => {
-      const text = `What \u201c${name}\u201d taught (${number(overlay[counted])} ${counted}, ${bytes(overlay.bytes)}) is removed, to the bit. Other sources keep what they taught. You can roll back to an earlier version as long as it is kept.`;
-      if (!(await confirmed(`Forget \u201c${name}\u201d?`, text, "Forget it"))) return;
+    const button = forgetButton(`forget-source-${name}`, name, async () => {
+      $("sources").focus();
       await change(`Forgot ${name}`, () => ask("DELETE", `/v1/sources/${encodeURIComponent(name)}?idempotency_key=${freshKey()}`));
-    };
-    const button = element("button", { type: "button", class: "small danger", "aria-label": `Forget ${name}`, onclick: drop }, "Forget");
+    });
     return element("tr", {}, cell(null, null, named(name)), cell(counted, "number", number(overlay[counted])), cell("size", "number", bytes(overlay.bytes)),
       cell("patches", "number", number(patches)), cell("changed by", "number", `v${overlay.version}`), monitor.lessons ? null : cell("drift", "number", drift(monitor.drift[name])), element("td", { class: "action" }, button));
   });
   const headings = [["Source"], [monitor.lessons ? "Lessons" : "Tokens", "number"], ["Size", "number"], ["Patches", "number"], ["Changed by", "number"], ...(monitor.lessons ? [] : [["Drift of budget", "number"]]), ["", "action"]];
+  const focused = document.activeElement?.id;
   replace($("overlays"), table(headings, rows));
+  if (focused) $(focused)?.focus();
 }
 
 const lines = []; // of versions, newest first
@@ -65,7 +99,7 @@ export async function loadVersions(older) {
 
 function what(line) {
   const lesson = line.lesson === undefined ? "" : `lesson ${line.lesson} from `;
-  if (line.kind === "lesson") return element("span", {}, lesson ? `Learned ${lesson}` : "Lesson from ", named(String(line.source)));
+  if (line.kind === "lesson") return element("span", {}, lesson ? `Learned ${lesson}` : "Learned from ", named(String(line.source)));
   if (line.kind === "drop" || line.kind === "erase") {
     return element("span", {}, line.kind === "drop" ? "Forgot " : "Erased ", lesson, named(String(line.source)));
   }

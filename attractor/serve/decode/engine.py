@@ -39,7 +39,14 @@ RECENT_S = 10.0  # "tokens per second" is the rate of so many seconds
 
 @dataclass(frozen=True)
 class Job:
-    """A text to generate. A token in `stop_tokens` ends it, and is not handed out."""
+    """A text to generate. A token in `stop_tokens` ends it, and is not handed out.
+
+    >>> from attractor import Job
+    >>> Job(prompt=[1, 2, 3], max_tokens=20, temperature=0.8).path is None  # the mixture of all paths
+    True
+
+    An empty prompt, and settings that cannot be, are a ValueError.
+    """
 
     prompt: abc.Sequence[int]
     max_tokens: int = 200

@@ -83,7 +83,7 @@ class Server(uvicorn.Server):
                 log.exception("the server is ready, and announcing it failed")
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
-        log.info("closing: texts and lessons under way are finished")
+        log.info("closing: what is being written and learned is finished")
         closing = asyncio.create_task(asyncio.to_thread(self.service.close))
         await super().shutdown(sockets)
         await closing

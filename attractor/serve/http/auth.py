@@ -17,7 +17,6 @@ A route that declares nothing is closed. Scopes are separate, and a key may have
 import hashlib
 import hmac
 import json
-import os
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from attractor.config import check_choice
+from attractor.files import write_file
 from attractor.serve.http.settings import is_loopback
 
 SCOPES = ("generate", "learn", "monitor", "admin")
@@ -94,13 +94,12 @@ def add_key(path: str | Path, scopes: Sequence[str], note: str = "") -> str:
     entries = _entries(path) if path.exists() else []
     secret, entry = new_key(scopes, note)
     content = json.dumps({"schema_version": SCHEMA_VERSION, "keys": [*entries, entry]}, indent=2) + "\n"
-    partial = path.with_name(path.name + ".partial")
-    handle = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+
+    def fill(partial: Path) -> None:
+        partial.touch(mode=0o600)  # before there is anything in it
+        partial.write_text(content, encoding="utf-8")
+
+    write_file(path, fill)
     return secret
 
 

@@ -21,7 +21,7 @@ IdempotencyQuery = Annotated[str | None, Query(pattern=KEY)]
 
 
 class Changes:
-    """Makes changes for requests, and counts what became of lessons."""
+    """Makes changes for requests, and counts what became of requests to learn."""
 
     def __init__(self, service: Service, metrics: Metrics) -> None:
         self.service, self.metrics = service, metrics
@@ -31,8 +31,8 @@ class Changes:
     ) -> Reply:
         """Make a change, and reply when it is durable.
 
-        A lesson that waits is dropped when its client disconnects. What has begun goes on, and so does all
-        that takes lessons back.
+        What waits to be learned is dropped when its client disconnects. What has begun goes on, and so does
+        all that takes something back.
         """
         request.state.audit["source"] = source
         if verb not in TEACHING:

@@ -103,14 +103,14 @@ class Generation:
 
     service: Service
     metrics: Metrics
-    model: str
+    model: str | None
     choices: list[Choice] = field(default_factory=list)
     started: float = field(default_factory=time.perf_counter)
 
     def submit(
         self, form: GenerationForm, prompts: Sequence[Prompt], max_tokens: int, stops: Sequence[str]
     ) -> None:
-        path = path_of(self.service, form.model)
+        path = path_of(self.service, self.model)
         each, pin = form.n or 1, Pin()
         try:
             for index in range(len(prompts) * each):
@@ -193,13 +193,19 @@ class Generation:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def path_of(service: Service, model: str) -> str | None:
-    """The path that the name of a model stands for; None is the mixture."""
-    if model == service.name:
+def names_of(service: Service) -> list[str]:
+    """What a request may give as its model: all of it, and each path."""
+    return [service.name, *(f"{service.name}:{path}" for path in service.paths())]
+
+
+def path_of(service: Service, model: str | None) -> str | None:
+    """The path that the name of a model stands for; None is the mixture, also where no model is named."""
+    if model is None or model == service.name:
         return None
     path = model.removeprefix(f"{service.name}:")
     if path == model or path not in service.paths():
-        message = f"there is no model {model[:200]!r}; the list of models names them"
+        known = ", ".join(names_of(service))
+        message = f"there is no model {model[:200]!r}: leave it out, or give one of {known[:1000]}"
         raise Problem(404, message, param="model", code="model_not_found")
     return path
 

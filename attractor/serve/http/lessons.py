@@ -173,27 +173,27 @@ def check_count(param: str, count: int, settings: ServeSettings) -> None:
 
 async def with_progress(changes: Changes, *given: Any, **options: Any) -> Response:
     """A reply that begins at once and tells what is being done; what is refused at once is a plain reply."""
-    loop, told = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any] | None]()
+    loop, events = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any] | None]()
 
     def report(about: dict[str, Any]) -> None:
         if not loop.is_closed():  # the writer's thread may outlive a client
-            loop.call_soon_threadsafe(told.put_nowait, about)
+            loop.call_soon_threadsafe(events.put_nowait, about)
 
     learning = asyncio.ensure_future(changes.done("learn", *given, **options, report=report))
-    learning.add_done_callback(lambda _: told.put_nowait(None))
+    learning.add_done_callback(lambda _: events.put_nowait(None))
     await asyncio.sleep(0)  # until it waits for the writer
     if learning.done():
         learning.result()
-    return StreamingResponse(progress(changes, learning, told), media_type=EVENTS)
+    return StreamingResponse(progress(changes, learning, events), media_type=EVENTS)
 
 
 async def progress(
-    changes: Changes, learning: asyncio.Future[dict[str, Any]], told: asyncio.Queue[dict[str, Any] | None]
+    changes: Changes, learning: asyncio.Future[dict[str, Any]], events: asyncio.Queue[dict[str, Any] | None]
 ) -> AsyncGenerator[str, None]:
     """Events while lessons are learned; the last one is the answer or an error."""
     try:
         yield event({"state": "waiting"})
-        while (about := await told.get()) is not None:
+        while (about := await events.get()) is not None:
             yield event(about)
         answer = learning.result()
         changes.metrics.lessons.labels("learned").inc()

@@ -61,7 +61,7 @@ class Metrics:
             registry=registry,
         )
         self.lessons = Counter(
-            "attractor_lessons", "Lessons, by their outcome.", ["outcome"], registry=registry
+            "attractor_lessons", "Requests to learn, by their outcome.", ["outcome"], registry=registry
         )
         registry.register(ServiceFigures(service))
 
@@ -93,13 +93,13 @@ def gauges(now: Mapping[str, Any]) -> dict[str, tuple[str, float | None]]:
         "version": ("The version of the weights.", now["version"]),
         "uptime_seconds": ("Seconds since the server started.", now["uptime"]),
         "learning": (
-            "This is 1 where the server takes lessons, and 0 where it does not.",
+            "This is 1 where the server learns, and 0 where it does not.",
             float(now["learning"]),
         ),
         "generating": ("Texts that are being generated.", queue["generating"]),
         "waiting": ("Texts that wait to be generated.", queue["waiting"]),
-        "lessons_waiting": ("Lessons that wait or are being learned.", queue["learning"]),
-        "lessons_limit": ("The number of lessons that may wait.", queue["limit"]),
+        "lessons_waiting": ("Requests to learn that wait or are carried out.", queue["learning"]),
+        "lessons_limit": ("The number of requests to learn that may wait.", queue["limit"]),
         "tokens_per_second": ("Tokens per second that were generated lately.", now["tokens_per_second"]),
         "journal_bytes": ("The size of the journal in bytes.", now["journal"]["bytes"]),
         "overlays": ("The number of sources that taught something.", len(overlays)),
@@ -107,7 +107,7 @@ def gauges(now: Mapping[str, Any]) -> dict[str, tuple[str, float | None]]:
             "The size of what all sources taught, in bytes.",
             sum(each["bytes"] for each in overlays),
         ),
-        "last_lesson_loss": ("The loss of the newest lesson before it was learned, in nats per token.", last),
+        "last_lesson_loss": ("The loss of the newest text before it was learned, in nats per token.", last),
         "drift_used": (
             "The largest share of its drift budget that any source has used.",
             max(drift, default=None),

@@ -8,8 +8,8 @@ dashboard says so instead of drawing a zero. `pydantic.TypeAdapter(Monitor).vali
 from typing_extensions import TypedDict  # pydantic needs this one before Python 3.12
 
 
-class Lesson(TypedDict):
-    """A lesson's loss before it was learned, in nats per token."""
+class LearnedText(TypedDict):
+    """The loss of texts before they were learned, in nats per token."""
 
     version: int
     loss: float | None
@@ -48,8 +48,8 @@ class Posterior(TypedDict):
 class Queue(TypedDict):
     generating: int
     waiting: int  # to be generated
-    learning: int  # lessons that wait or are being learned
-    limit: int  # lessons that may wait
+    learning: int  # requests to learn that wait or are carried out
+    limit: int  # requests to learn that may wait
 
 
 class JournalFigures(TypedDict):
@@ -86,7 +86,7 @@ class Monitor(TypedDict):
     version: int
     uptime: float  # seconds
     learning: bool
-    progressive: list[Lesson]
+    progressive: list[LearnedText]
     canaries: dict[str, list[Canary]]
     usage: dict[str, Usage]  # layer ->
     overlays: dict[str, OverlayFigures]  # source ->

@@ -23,6 +23,7 @@ from attractor.serve.http.generation import (
     Prompt,
     check_size,
     fit,
+    names_of,
     path_of,
     while_connected,
 )
@@ -133,6 +134,7 @@ class ReplyFormat:
 
     def __init__(self, form: GenerationForm, service: Service) -> None:
         self.form = form
+        self.model = service.name if form.model is None else form.model
         # where lessons are taught, every text says which of them acted
         self._decode = service.tokenizer.decode if service.teaches == "lessons" else None
         self.id, self.created = f"{self.prefix}-{uuid.uuid4().hex}", int(time.time())
@@ -144,7 +146,7 @@ class ReplyFormat:
             "id": self.id,
             "object": self.chunk_kind if chunk else self.kind,
             "created": self.created,
-            "model": self.form.model,
+            "model": self.model,
             "system_fingerprint": ",".join(f"v{version}" for version in versions),
             "choices": choices,
         }
@@ -178,11 +180,11 @@ class ReplyFormat:
 
     def headers(self, texts: Generation) -> dict[str, str]:
         """The same in short, for replies that are no streams."""
-        told = {VERSION: ",".join(str(version) for version in texts.versions)}
+        headers = {VERSION: ",".join(str(version) for version in texts.versions)}
         if self._decode is not None:
             acted = sorted({touch.lesson for choice in texts.choices for touch in choice.touched})
-            told[LESSONS] = ",".join(map(str, acted)) or "untouched"
-        return told
+            headers[LESSONS] = ",".join(map(str, acted)) or "untouched"
+        return headers
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
         """The chunk that goes before the first text of a choice, if there is one."""
@@ -291,8 +293,7 @@ def add_openai_routes(app: FastAPI, service: Service, settings: ServeSettings, m
     @app.get("/v1/models", responses=ERRORS)
     @needs("generate")
     async def list_models() -> Reply:
-        names = [service.name, *(f"{service.name}:{path}" for path in service.paths())]
-        return Reply({"object": "list", "data": [described(name) for name in names]})
+        return Reply({"object": "list", "data": [described(name) for name in names_of(service)]})
 
     @app.get("/v1/models/{model:path}", responses=ERRORS)
     @needs("generate")

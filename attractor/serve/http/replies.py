@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
+from attractor.files import finite
 from attractor.serve.errors import Busy, KeyReused, Refused, Unavailable
 
 VERSION = "X-Attractor-Version"
@@ -43,17 +44,7 @@ def to_json(content: Any) -> str:
     try:
         return json.dumps(content, allow_nan=False, separators=(",", ":"))
     except ValueError:
-        return json.dumps(_finite(content), allow_nan=False, separators=(",", ":"))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return value
+        return json.dumps(finite(content), allow_nan=False, separators=(",", ":"))
 
 
 class Problem(Exception):

@@ -72,7 +72,10 @@ class StreamOptions(Form):
 class GenerationForm(Form):
     """The parameters that completions and chats have in common."""
 
-    model: Text = Field(description="NAME is the guarded mixture, NAME:base or NAME:SOURCE one path of it")
+    model: Text | None = Field(
+        default=None,
+        description="NAME, as if left out, is the whole model; NAME:base or NAME:SOURCE is one path of it",
+    )
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)

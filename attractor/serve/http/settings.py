@@ -12,8 +12,12 @@ ChatName = Literal["model", "transcript", "chatml"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServeSettings:
+    """How a server is reached, and how much a request may take."""
+
     host: str = "127.0.0.1"
+    """The address that the server listens on; other than this machine needs `keys`."""
     port: int = 8000
+    """The port that it listens on; 0 takes a free one."""
     keys: str | Path | None = None
     """A file of keys (`attractor.serve.http.auth.add_key`). Without it only this machine is answered."""
     chat: ChatName | None = None
@@ -45,7 +49,7 @@ class ServeSettings:
     max_choices: int = 16
     """The most texts of a request: the number of its prompts times its n."""
     max_texts: int = 256
-    """The most texts of a lesson."""
+    """The most texts that are learned at once."""
 
     def __post_init__(self) -> None:
         if self.chat is not None:

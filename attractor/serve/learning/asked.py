@@ -83,7 +83,7 @@ def spaced(pair: tuple[str, str]) -> tuple[str, str]:
 
 
 def check_text(text: str) -> None:
-    """A ValueError for what nobody would read."""
+    """Refuse what would not be read, by a ValueError."""
     for letter in text:
         if letter not in PLAIN and unicodedata.category(letter) == "Cc":
             raise ValueError(f"a lesson is text, and this has the control character {letter!r}: leave it out")

@@ -27,8 +27,9 @@ from attractor.hf.causal import CausalLM
 from attractor.hf.halves import Halves
 from attractor.hf.net import Retrofit
 from attractor.hf.teachable import NAME
+from attractor.serve.config import Rules
 from attractor.serve.errors import Refused, Unavailable
-from attractor.serve.learning.rules import SELF, Rules
+from attractor.serve.learning.rules import SELF
 
 WINDOW = 128
 """Tokens that are read at once: a text is judged by the windows that a lesson enters."""
@@ -152,11 +153,11 @@ class BasinCanaries:
             }
             for name, canary in self.canaries.items()
         }
-        for name, told in figures.items():
-            if not told["rise"] <= told["most"]:  # NaN is refused too
+        for name, found in figures.items():
+            if not found["rise"] <= found["most"]:  # NaN is refused too
                 raise Refused(
                     f"canary {name!r} would be predicted worse: its perplexity would rise by "
-                    f"{told['rise']:.2%}, and {told['most']:.2%} is the most",
+                    f"{found['rise']:.2%}, and {found['most']:.2%} is the most",
                     figures,
                 )
         return Verdict(figures, rises)
@@ -190,7 +191,7 @@ class BasinCanaries:
                 rises[number] = evaluate(self.taught, tokens) * (len(tokens) - 1) - canary.base[number]
         return rises
 
-    def told(self) -> dict[str, dict[str, Any]]:
+    def figures(self) -> dict[str, dict[str, Any]]:
         """By how much the perplexity of each canary is higher, and how many of its windows differ at all."""
         return {
             name: {

@@ -1,4 +1,4 @@
-"""What is told of lessons and of the sources that taught them."""
+"""Lessons and the sources that taught them, as clients read of them."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ COUNTED = ("tokens", "bytes", "patches")
 def figures_of(lesson: Lesson, fields: dict[str, Any]) -> dict[str, Any]:
     """What became of a lesson, in numbers; `fields` are what its record adds."""
     count = len(lesson.forms + lesson.taken_in)
-    told = {
+    figures = {
         "lesson": lesson.number,
         "known": lesson.known == 1,
         "share_known_before": lesson.known_before,
@@ -23,16 +23,16 @@ def figures_of(lesson: Lesson, fields: dict[str, Any]) -> dict[str, Any]:
         "seconds": lesson.seconds,
         **fields,
     }
-    if not told["known"]:
-        told["reason"] = (
+    if not figures["known"]:
+        figures["reason"] = (
             f"{round((1 - lesson.known) * count)} of {count} forms are not completed as they were taught: "
             "give more forms, or a subject that stands in all of them"
         )
-    return told
+    return figures
 
 
 class Catalogue:
-    """The writer changes it; others look at `shown` and `sources_shown`, which are replaced."""
+    """The writer changes it; others look at `shown`, which is replaced."""
 
     def __init__(self) -> None:
         self.entries: dict[int, dict[str, Any]] = {}
@@ -67,7 +67,7 @@ class Catalogue:
             del self.sources[name]
 
     def show(self) -> None:
-        self.shown, self.sources_shown = dict(self.entries), dict(self.sources)
+        self.shown = dict(self.entries)
 
 
 def searched(

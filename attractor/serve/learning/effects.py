@@ -4,7 +4,7 @@ with held.learner.attempt() as undo:
     before = tensors_of(held)                       # name -> the live tensor: weights, moments, usage
     held.learner.observe(text)
     delta = delta_of(before, tensors_of(held), undo)
-frames.after(delta)                                 # readers get a copy that has this lesson too
+frames.after(delta)                                 # readers get a copy that has this delta too
 """
 
 import copy

@@ -20,6 +20,7 @@ from attractor.continual.guard import BASE, Guard
 from attractor.continual.guarded import GuardedLearner, Source
 from attractor.continual.observation import Observation
 from attractor.continual.update import NotFiniteUpdate, Undo, delta_of
+from attractor.serve.config import Rules
 from attractor.serve.decode.sequences import Publication
 from attractor.serve.errors import Busy, Refused, StoreDamaged, Unavailable
 from attractor.serve.learning.effects import (
@@ -31,7 +32,7 @@ from attractor.serve.learning.effects import (
     reading_copy,
     tensors_of,
 )
-from attractor.serve.learning.rules import Canaries, Rules
+from attractor.serve.learning.rules import Canaries
 from attractor.serve.learning.teacher import RECENT, Teacher, Teaches
 from attractor.serve.store import Change, State, Store
 
@@ -98,7 +99,7 @@ class GuardedTeacher(Teacher):
     def learn(
         self, what: Sequence[str], source: str, key: str | None = None, sender: str | None = None, **_: Any
     ) -> dict[str, Any]:
-        """Learn from texts, each without the context of the others: one lesson, whole or not at all."""
+        """Learn from texts, each without the context of the others, all of them or none."""
         texts = list(what)
         asked = self._asked(key, sender, "lesson", source, texts)
         if (known := self._known(**asked)) is not None:
@@ -117,7 +118,7 @@ class GuardedTeacher(Teacher):
             with held.learner.attempt() as undo:
                 answer, weights = self._attempt(held, source, tokens, asked, undo)
         except NotFiniteUpdate as error:
-            raise Refused(f"the lesson would not leave finite numbers: {error}") from error
+            raise Refused(f"what was learned would not be finite numbers: {error}") from error
         held.version += 1
         version = answer["version"]
         self.sources[source], self.changed[source] = held, version
@@ -183,7 +184,7 @@ class GuardedTeacher(Teacher):
     ) -> dict[str, Any]:
         """Take away all that a source taught; exact, because nothing else wrote there.
 
-        A rollback to an earlier version brings it back, unless it is erased: then what its lessons changed is
+        A rollback to an earlier version brings it back, unless it is erased: then what it changed is
         removed from the database, also where the source was forgotten before.
         """
         asked = self._asked(key, sender, "erase" if erase else "drop", source)
@@ -209,7 +210,7 @@ class GuardedTeacher(Teacher):
     def audit(self) -> bool:
         """Read whole canaries; where one fell, go back to the last version that was well.
 
-        Whatever fails here has to wait: the lesson before is durable, and its teacher is not told otherwise.
+        Whatever fails here has to wait: the text before is durable, and its client got that answer.
         """
         self.since_audit = 0
         try:
@@ -234,18 +235,18 @@ class GuardedTeacher(Teacher):
         return None
 
     def _audit_what_was_there(self) -> None:
-        """At a start nobody knows how many lessons came since the last audit."""
+        """A start does not know how many texts came since the last audit."""
         if self.sources and (refused := self._refusal()) is not None:
-            log.warning("version %d fails its audit (%s): the next lesson ends that", self.version, refused)
+            log.warning("version %d fails its audit (%s): the next text ends that", self.version, refused)
             self.since_audit = self.rules.audit_every
         else:
             self.audited = self.version
 
     # --- what is
 
-    def _tell(self) -> None:
-        """Figures for whoever watches, from any thread: they are replaced, never changed."""
-        self.told: dict[str, Any] = {
+    def _renew_figures(self) -> None:
+        """Renew the figures, which any thread may read: they are replaced, never changed."""
+        self.figures: dict[str, Any] = {
             "progressive": list(self.progressive),
             "canaries": {name: list(seen) for name, seen in self.watched.items()},
             "usage": self._usage(), "drift": dict(self.drifts),
@@ -264,16 +265,16 @@ class GuardedTeacher(Teacher):
 
     def _usage(self) -> dict[str, dict[str, Any]]:
         """By layer: how evenly patches are used by what is taught, and how much each is."""
-        told: dict[str, dict[str, Any]] = {}
+        usage: dict[str, dict[str, Any]] = {}
         for number, layer in self.learner.base.apn_layers().items():
             habits = [held.learner.allocator.habits[number].usage.cpu() for held in self.sources.values()]
             if not habits:
                 even = [1 / layer.num_patches] * layer.num_patches
-                told[str(number)] = {"entropy": math.log(layer.num_patches), "counts": even}
+                usage[str(number)] = {"entropy": math.log(layer.num_patches), "counts": even}
                 continue
             mean = sum(habits[1:], habits[0]) / len(habits)
-            told[str(number)] = {"entropy": monitor.usage_entropy(mean), "counts": mean.tolist()}
-        return told
+            usage[str(number)] = {"entropy": monitor.usage_entropy(mean), "counts": mean.tolist()}
+        return usage
 
     # --- inside
 
@@ -287,8 +288,8 @@ class GuardedTeacher(Teacher):
         return found
 
     def _check_quota(self, source: str, tokens: int) -> None:
-        if tokens > self.rules.lesson_tokens:
-            raise ValueError(f"{tokens:,} tokens; a lesson may have {self.rules.lesson_tokens:,}")
+        if tokens > self.rules.text_tokens:
+            raise ValueError(f"{tokens:,} tokens; at most {self.rules.text_tokens:,} are learned at once")
         taught = self.sources[source].tokens if source in self.sources else 0
         most = self.rules.source_tokens
         if most is not None and taught + tokens > most:
@@ -338,8 +339,8 @@ class GuardedTeacher(Teacher):
         self._watch(self.store.last, self.canaries.measure(self._guard(), None))
 
     def _watch(self, version: int, figures: dict[str, Any]) -> None:
-        for name, told in figures.items():
-            self.watched[name].append({"version": version, "perplexity": told["perplexity"]})
+        for name, found in figures.items():
+            self.watched[name].append({"version": version, "perplexity": found["perplexity"]})
 
     def _show(self, source: str, weights: Delta, version: int) -> None:
         if source in self.frames:
@@ -354,9 +355,9 @@ class GuardedTeacher(Teacher):
         self.publication = Publication(version, paths, config.prior, config.window, config.pause)
         for own in self.frames.values():
             own.newest.users.add(self.publication)
-        self._tell()
+        self._renew_figures()
         self.publish(self.publication)
 
 
 def worst_drift(figures: dict[str, Any]) -> float:
-    return max(told["drift"] for told in figures.values())
+    return max(found["drift"] for found in figures.values())

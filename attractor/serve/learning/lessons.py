@@ -35,9 +35,11 @@ from attractor.continual.parts import (
     take_out,
 )
 from attractor.hf.causal import CausalLM
+from attractor.hf.files import base_hash
 from attractor.hf.net import Retrofit
 from attractor.hf.teachable import NAME
 from attractor.lm import TrainableModel
+from attractor.serve.config import Rules
 from attractor.serve.decode.sequences import Publication
 from attractor.serve.errors import Refused, StoreDamaged, Unavailable
 from attractor.serve.learning.asked import Asked, Said
@@ -45,7 +47,6 @@ from attractor.serve.learning.canaries import BasinCanaries, Verdict
 from attractor.serve.learning.catalogue import Catalogue, figures_of, searched
 from attractor.serve.learning.exchange import pack, unpack
 from attractor.serve.learning.readers import Readers
-from attractor.serve.learning.rules import Rules
 from attractor.serve.learning.teacher import RECENT, Teacher, Teaches, log, now
 from attractor.serve.store import Change, State, Store
 
@@ -68,7 +69,7 @@ def identity_of(net: Retrofit, lessons: Lessons) -> str:
         lessons.layer.config.temperature,
     ]
     places = hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:16]
-    return f"{tensors_hash(net.model.state_dict())}/lessons/{places}"
+    return f"{base_hash(net.model)}/lessons/{places}"
 
 
 class LessonTeacher(Teacher):
@@ -144,7 +145,7 @@ class LessonTeacher(Teacher):
         sender: str | None = None,
         *,
         require_known: bool = False,
-        report: Report = lambda told: None,
+        report: Report = lambda about: None,
         **_: Any,
     ) -> dict[str, Any]:
         """Learn lessons: all of them or none. Those about one subject are learned one after the other."""
@@ -174,7 +175,7 @@ class LessonTeacher(Teacher):
         key: str | None = None,
         sender: str | None = None,
         *,
-        report: Report = lambda told: None,
+        report: Report = lambda about: None,
     ) -> dict[str, Any]:
         """Another lesson about the same subject in the place of one; if that fails, the lesson stays."""
         asked = self._asked(key, sender, "revise", number, said)
@@ -225,7 +226,7 @@ class LessonTeacher(Teacher):
         key: str | None = None,
         sender: str | None = None,
         *,
-        report: Report = lambda told: None,
+        report: Report = lambda about: None,
     ) -> dict[str, Any]:
         """Take over the lessons of a file, as they are where nothing is known of their subjects here.
 
@@ -415,12 +416,12 @@ class LessonTeacher(Teacher):
         for batch in in_batches(what):
             about = {"state": "learning", "lessons": len(what), "learned": len(new), "together": len(batch)}
 
-            def tell(passes: int, right: float, about: dict[str, Any] = about) -> None:
+            def after_pass(passes: int, right: float, about: dict[str, Any] = about) -> None:
                 report({**about, "passes": passes, "share_predicted": right})
                 self.breathe()
 
             learned = self.lessons.learn_many(
-                [each.forms for each in batch], subjects=[each.subject for each in batch], report=tell
+                [each.forms for each in batch], subjects=[each.subject for each in batch], report=after_pass
             )
             new += [lesson.number for lesson in learned]
 
@@ -501,8 +502,8 @@ class LessonTeacher(Teacher):
             raise ValueError("there is no lesson: give one or more")
         counts = [sum(len(self.lessons.encode("".join(form))) for form in each.forms) for each in what]
         tokens = sum(counts)
-        if max(counts) > self.rules.lesson_tokens:
-            raise ValueError(f"{max(counts):,} tokens; a lesson may have {self.rules.lesson_tokens:,}")
+        if max(counts) > self.rules.text_tokens:
+            raise ValueError(f"{max(counts):,} tokens; a lesson may have {self.rules.text_tokens:,}")
         taught = self.catalogue.sources.get(source, {}).get("tokens", 0)
         if (most := self.rules.source_tokens) is not None and taught + tokens > most:
             raise Refused(
@@ -522,16 +523,16 @@ class LessonTeacher(Teacher):
     def _base_hash(self) -> str:
         return self.store.identity.partition("/")[0]
 
-    # --- what is told
+    # --- answers and figures
 
     def _with_words(self, answer: dict[str, Any]) -> dict[str, Any]:
         """An answer with the subjects of lessons that are there."""
         entries = self.catalogue.entries
-        told = [
+        described = [
             {**one, "subject": entries[one["lesson"]]["subject"]} if one["lesson"] in entries else one
             for one in answer["lessons"]
         ]
-        return {**answer, "lessons": told, "known": all(one["known"] for one in told)}
+        return {**answer, "lessons": described, "known": all(one["known"] for one in described)}
 
     def _publish(self, new: Sequence[int]) -> None:
         """Show readers the newest version, in which the patches of these lessons are new."""
@@ -540,7 +541,7 @@ class LessonTeacher(Teacher):
         paths = {BASE: self.readers.base, WITH_LESSONS: cast(TrainableModel, model)}
         publication = Publication(self.store.last, paths, alone=WITH_LESSONS)
         self.catalogue.show()
-        self.told = {
+        self.figures = {
             "progressive": list(self.progressive),
             "canaries": {},
             "usage": {},
@@ -559,7 +560,7 @@ class LessonTeacher(Teacher):
             "sources": len(self.catalogue.sources),
             "patches": sum(entry["patches"] for entry in entries),
             "bytes": sum(entry["bytes"] for entry in entries),
-            "canaries": self.canaries.told(),
+            "canaries": self.canaries.figures(),
         }
 
     def _sources_told(self) -> dict[str, dict[str, Any]]:

@@ -42,9 +42,7 @@ class ReadingLayer(APN):
         radius = self.radius
         if self.radii is not None:  # as every token of its row has it
             radius = self.radii.repeat_interleave(len(tokens) // len(self.radii), 0)
-        exact = ops.routing_precision(tokens)
-        keys = ops.unit(exact.masked_fill(~ops.finite_rows(exact), 0))
-        depth, patch = (keys @ self.prototypes.T - radius).max(1)
+        depth, patch = (self._directions(tokens) @ self.prototypes.T - radius).max(1)
         inside = (depth > -CLOSE).nonzero()[:, 0]
         update = tokens.new_zeros(len(tokens), self.dim)
         self.indices = torch.full_like(patch, -1)
@@ -52,31 +50,13 @@ class ReadingLayer(APN):
         if len(inside):
             near = patch[inside].unique()
             edges = radius[near] if self.radii is None else radius[inside][:, near]
-            output = self._among(tokens[inside], near, edges)
+            banks = tuple(None if bank is None else bank[near] for bank in self._banks())
+            output = self._compute(tokens[inside], banks, edges, "reference")
             acted, found = output.indices[:, 0] >= 0, output.indices[:, 0].clamp(min=0)
             self.indices[inside] = near[found.long()].masked_fill(~acted, -1)
             self.weights[inside] = output.weights[:, 0].to(self.weights)
             update[inside] = output.update
         return update.reshape(*x.shape[:-1], self.dim)
-
-    def _among(self, tokens: Tensor, near: Tensor, radius: Tensor) -> ops.APNOutput:
-        """What the layer does with tokens if it has these patches alone."""
-        assert self.decoder is not None
-        assert self.gate_slope is not None
-        return ops.apn(
-            tokens,
-            self.prototypes[near],
-            self.encoder,
-            self.gate_slope[near],
-            self.gate_bias[near],
-            self.decoder[near],
-            top_k=1,
-            temperature=self.config.temperature,
-            scale=self.config.scale,
-            routing=self.config.routing,
-            radius_K=radius,
-            backend="reference",
-        )
 
 
 class Bank:

@@ -1,6 +1,6 @@
-"""Which lessons may be published: canaries, a budget of drift, quotas.
+"""Which changes may be published: canaries, a budget of drift, quotas.
 
-A canary is a text that must not suffer. After a lesson was tried on the weights, and before anybody else can
+A canary is a text that must not suffer. After a text was tried on the weights, and before anybody else can
 see it, every canary is predicted twice: by the mixture that readers get, and by the path that learned, alone.
 The first may be no worse than under the base by more than the guard's bound and `canary_rise`; the second by
 no more nats per token than the `drift` that a path may have in all. The base is the anchor: small steps add
@@ -8,51 +8,24 @@ up to the same limit.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from attractor.config import JSONConfig, check_number, check_size
 from attractor.continual.guard import Guard
 from attractor.evaluate import evaluate, perplexity
 from attractor.generate import generate
 from attractor.lm import LanguageModel
+from attractor.serve.config import Rules
 from attractor.serve.errors import Refused
 
 SELF = "self"
 """The canary that is always there: a text that the base wrote."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rules(JSONConfig):
-    canary_rise: float = 0.01
-    """Share by which a canary's perplexity may rise for readers, beyond what the guard's bound allows."""
-    drift: float | None = 2.0
-    """Nats per token that a path alone may lose on a canary, over all of its lessons."""
-    canary_tokens: int = 512
-    """Of each canary that every lesson is judged by; an audit takes all of it. Where lessons are taught, as
-    much as this of the one that the base writes itself: of the others all is taken that fits."""
-    audit_every: int = 64
-    """Lessons after which whole canaries are read; where one fell, everything goes back to the last audit."""
-    lesson_tokens: int = 65_536
-    """The longest lesson."""
-    source_tokens: int | None = None
-    """The most that one source may teach, in all."""
-
-    def __post_init__(self) -> None:
-        check_number("canary_rise", self.canary_rise, "a share, 0 or more", lambda share: share >= 0)
-        if self.drift is not None:
-            check_number("drift", self.drift, "a number of nats, 0 or more", lambda nats: nats >= 0)
-        for name in ("canary_tokens", "audit_every", "lesson_tokens"):
-            check_size(name, getattr(self, name))
-        if self.source_tokens is not None:
-            check_size("source_tokens", self.source_tokens)
-
-
 def self_canary(base: LanguageModel, tokens: int, seed: int = 0) -> np.ndarray:
-    """What the base writes: whoever changes it beyond recognition predicts this badly."""
+    """What the base writes: a model that is changed beyond recognition predicts this badly."""
     start = torch.zeros(1, 1, dtype=torch.int64, device=base.device)
     written = [int(token) for token in generate(base, start, max_tokens=tokens, seed=seed)]
     return np.array([0, *written], dtype=np.int64)
@@ -80,14 +53,14 @@ class Canaries:
         texts, anchor = (self.whole, self.anchor["whole"]) if whole else (self.part, self.anchor["part"])
         figures: dict[str, Any] = {}
         for name, tokens in texts.items():
-            told: dict[str, float] = {"base": perplexity(anchor[name])}
+            found: dict[str, float] = {"base": perplexity(anchor[name])}
             if guard is not None:
                 costs = guard.bound(len(tokens) - 1) / (len(tokens) - 1)
-                told["most"] = (1 + self.rules.canary_rise) * perplexity(anchor[name] + costs)
-                told["perplexity"] = perplexity(evaluate(guard, tokens))
+                found["most"] = (1 + self.rules.canary_rise) * perplexity(anchor[name] + costs)
+                found["perplexity"] = perplexity(evaluate(guard, tokens))
             if path is not None:
-                told["drift"] = evaluate(path, tokens) - anchor[name]
-            figures[name] = told
+                found["drift"] = evaluate(path, tokens) - anchor[name]
+            figures[name] = found
         return figures
 
     def judge(
@@ -95,13 +68,13 @@ class Canaries:
     ) -> dict[str, Any]:
         """The same; Refused if a canary is not kept."""
         figures = self.measure(guard, path, whole=whole)
-        for name, told in figures.items():
-            if not told.get("perplexity", 0.0) <= told.get("most", 0.0):  # NaN is refused too
-                reached, most = told["perplexity"], told["most"]
+        for name, found in figures.items():
+            if not found.get("perplexity", 0.0) <= found.get("most", 0.0):  # NaN is refused too
+                reached, most = found["perplexity"], found["most"]
                 raise Refused(f"canary {name!r} would be at {reached:.5g}; {most:.5g} is the most", figures)
-            if self.rules.drift is not None and not told.get("drift", 0.0) <= self.rules.drift:
+            if self.rules.drift is not None and not found.get("drift", 0.0) <= self.rules.drift:
                 raise Refused(
-                    f"the path would be {told['drift']:.3g} nats per token worse than the base on canary "
+                    f"the path would be {found['drift']:.3g} nats per token worse than the base on canary "
                     f"{name!r}; its budget of drift is {self.rules.drift:g}",
                     figures,
                 )

@@ -3,7 +3,7 @@
     teacher.publication                       # what readers read, never written again
     teacher.learn(what, "kjv", key="k1"); teacher.rollback(7); teacher.forget("kjv")
 
-Not for several threads: whoever serves calls it from one. A lesson that fails, is refused or cannot be made
+It is not for several threads: a service calls it from one. A change that fails, is refused or cannot be made
 durable leaves every byte as it was.
 """
 
@@ -24,7 +24,7 @@ log = logging.getLogger("attractor")
 Teaches = Literal["texts", "lessons"]
 """What a server learns: texts, in overlays over a model of our own, or lessons that own their patches."""
 RECENT = 512
-"""Lessons of which the course is kept for charts."""
+"""Changes of which the course is kept for charts."""
 
 
 class Teacher:
@@ -32,7 +32,7 @@ class Teacher:
 
     teaches: Teaches
     publication: Publication
-    told: dict[str, Any]
+    figures: dict[str, Any]
     """Figures for watchers, from any thread: they are replaced, never changed."""
     keeps_snapshots: bool
     """Whether states of versions are kept beside the records."""

@@ -1,7 +1,7 @@
-"""What a server must not lose: every lesson in one SQLite database, and all that can be made of them."""
+"""What a server must not lose: every change in one SQLite database, and all that can be made of them."""
 
 from attractor.serve.store.states import LessonState, SourceState, State
-from attractor.serve.store.store import Change, Store, SyncName
+from attractor.serve.store.store import Change, Store
 from attractor.serve.store.tools import Report, backup, show, verify
 
 __all__ = [
@@ -11,7 +11,6 @@ __all__ = [
     "SourceState",
     "State",
     "Store",
-    "SyncName",
     "backup",
     "show",
     "verify",

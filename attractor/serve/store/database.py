@@ -1,6 +1,6 @@
 """The files of a store and how SQLite is set up for them.
 
-lessons.db      everything: records of lessons, and the states that the oldest kept versions start from
+lessons.db      everything: a record of each change, and the states that the oldest kept versions start from
 snapshots.db    states that make a start or a rollback shorter; it can be deleted, and is made again
 acknowledged    the newest record whose commit returned, so that its loss is noticed
 lock            held by the one server that has the folder open
@@ -43,7 +43,7 @@ SCHEMAS = {
 Mode = Literal["ro", "rw", "rwc"]
 BUSY_SECONDS = 60.0
 LOG_PAGES = 16_384
-"""Of the write-ahead log, at which a commit moves them into the database, if nobody did so before."""
+"""Of the write-ahead log, at which a commit moves them into the database, if that was not done before."""
 FAILURES = {
     sqlite3.SQLITE_FULL: errno.ENOSPC,
     sqlite3.SQLITE_IOERR: errno.EIO,
@@ -199,7 +199,7 @@ def make_folder(folder: Path) -> None:
     if (folder / "journal").is_dir():
         raise ValueError(
             f"{folder} holds journal/, which versions before 0.2.0 wrote and this one does not read: serve "
-            "it with the version that wrote it, or give another --store and teach its lessons again"
+            "it with the version that wrote it, or give another --store and teach it all again"
         )
     missing = [place for place in [folder, *folder.parents] if not place.is_dir()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -216,7 +216,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def lock(folder: Path) -> int:
-    """A handle that nobody else can get until it is closed or its process ends."""
+    """A handle that no one else can get until it is closed or its process ends."""
     handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

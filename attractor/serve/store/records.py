@@ -3,14 +3,15 @@
 A record is a row of the table `records`; its number is the version that it made, and version 0 is the base
 alone. Its kinds are
 
-    lesson      source, fields, delta: what the lesson changed of its source, and the source's counters now
+    lesson      source, fields, delta: what learning changed of its source, and the source's counters now
     drop        source: it is gone, and a rollback can bring it back
-    erase       source: it is gone for good; the deltas of its lessons were removed from the database
+    erase       source: it is gone for good; its deltas were removed from the database
     rollback    target: everything is as it was at that version, without what was erased since
     calibration fields, delta: what the layer of lessons measured before it was taught anything
 
-Where lessons own their patches, a record says in `target` which lesson it is about: its delta is all of that
-lesson and takes the place of an earlier one, and `drop` and `erase` are of this lesson alone.
+The kind "lesson" is older than lessons that own their patches: a server of texts writes it for texts that it
+learned at once. Where there are lessons, a record says in `target` which one it is about: its delta is all of
+that lesson and takes the place of an earlier one, and `drop` and `erase` are of this lesson alone.
 
 The column `chain` is the SHA-256 of everything in the row but the delta, of the delta's own SHA-256, and of
 the chain of the row before. So no record can be removed, repeated, moved or altered unnoticed, and a delta
@@ -55,8 +56,8 @@ class Row:
     delta_sha256: str | None
 
     def chain(self, before: str) -> str:
-        told = [before, *(getattr(self, name) for name in CHAINED)]
-        return sha256(json.dumps(told, separators=(",", ":")).encode())
+        covered = [before, *(getattr(self, name) for name in CHAINED)]
+        return sha256(json.dumps(covered, separators=(",", ":")).encode())
 
 
 def first_chain(identity: str) -> str:
@@ -96,8 +97,8 @@ class Outline:
         self.lessons: dict[int, tuple[str, int]] = {}  # number -> source, and the newest record of it
         self.calibration: int | None = None  # its record
         self.keys: dict[str, int] = {}  # idempotency key -> the record it came with
-        self.taught: dict[str, int] = {}  # source -> the record of its last lesson
-        self.taken_back = 0  # the newest version that is neither a lesson nor a calibration
+        self.taught: dict[str, int] = {}  # source -> the newest record from which it learned
+        self.taken_back = 0  # the newest version that took something back
 
     def add(self, row: Row, chain: str) -> None:
         self.last, self.chain = row.number, chain
@@ -173,24 +174,24 @@ def check_promise(path: Path, promised: tuple[int, str] | None, chains: Sequence
         raise StoreDamaged(path, "it is not the one that was acknowledged", number)
 
 
-def told_by(database: sqlite3.Connection, which: str, values: list[Any]) -> Iterator[dict[str, Any]]:
+def readable(database: sqlite3.Connection, which: str, values: list[Any]) -> Iterator[dict[str, Any]]:
     """Records as a person reads them, without their deltas but with how many bytes these take."""
     query = f"SELECT {COLUMNS}, length(delta) FROM records WHERE {which}"
     for *columns, size in database.execute(query, values):
         row = Row(*columns)
-        told = {name: value for name in CHAINED if (value := getattr(row, name)) is not None}
-        told |= {"answer": json.loads(row.answer)} | ({"bytes": size} if size is not None else {})
+        record = {name: value for name in CHAINED if (value := getattr(row, name)) is not None}
+        record |= {"answer": json.loads(row.answer)} | ({"bytes": size} if size is not None else {})
         if row.fields is not None:
-            told["fields"] = json.loads(row.fields)
-        yield told
+            record["fields"] = json.loads(row.fields)
+        yield record
 
 
-def history_line(told: dict[str, Any]) -> dict[str, Any]:
+def history_line(record: dict[str, Any]) -> dict[str, Any]:
     """What there is to know of a version in a list of them."""
-    answer = told["answer"]
-    line = {"version": told["number"], "kind": told["kind"]}
-    names = {"source": "source", "target": "to" if told["kind"] == "rollback" else "lesson", "at": "at"}
-    line |= {new: told[name] for name, new in names.items() if name in told}
+    answer = record["answer"]
+    line = {"version": record["number"], "kind": record["kind"]}
+    names = {"source": "source", "target": "to" if record["kind"] == "rollback" else "lesson", "at": "at"}
+    line |= {new: record[name] for name, new in names.items() if name in record}
     line |= {name: answer[name] for name in ("loss", "tokens") if isinstance(answer.get(name), int | float)}
     patches = answer.get("patches")
     if isinstance(patches, dict):
@@ -203,7 +204,7 @@ def history_line(told: dict[str, Any]) -> dict[str, Any]:
 def delta_in(path: Path, data: bytes | None, expected: str | None, record: int | None = None) -> Delta:
     """The delta that was written, or StoreDamaged."""
     if data is None:
-        raise StoreDamaged(path, "its delta is missing, and nobody erased it", record)
+        raise StoreDamaged(path, "its delta is missing, and was not erased", record)
     if not isinstance(data, bytes) or sha256(data) != expected:
         raise StoreDamaged(path, "its delta is not what was written", record)
     try:

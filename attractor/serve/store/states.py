@@ -28,7 +28,7 @@ class SourceState:
 
     pile: list[Delta] = field(default_factory=list)  # one after the other, from the base on
     fields: dict[str, Any] = field(default_factory=dict)
-    version: int = 0  # of its last lesson
+    version: int = 0  # that changed it last
 
     def learn(self, delta: Delta, fields: dict[str, Any], version: int) -> None:
         pile_up(self.pile, delta)
@@ -79,7 +79,7 @@ class State:
 
 
 def paced(items: Iterable[Item], share: float) -> Iterator[Item]:
-    """The same with pauses: whoever works on them takes this share of the time, and others the rest."""
+    """The same with pauses: the work on them takes this share of the time, and others have the rest."""
     started = time.perf_counter()
     for item in items:
         yield item
@@ -137,8 +137,8 @@ def _parts(state: State) -> Iterator[tuple[str, str, Delta]]:
         for piece in pieces:
             yield source, about, piece
     for number, lesson in state.lessons.items():
-        told = {"version": lesson.version, "fields": lesson.fields, "lesson": number}
-        yield lesson.source, packed(told, f"what is kept of lesson {number}"), lesson.delta
+        kept = {"version": lesson.version, "fields": lesson.fields, "lesson": number}
+        yield lesson.source, packed(kept, f"what is kept of lesson {number}"), lesson.delta
 
 
 def _hash(version: int, chain: str, listed: list[list[Any]]) -> str:
@@ -155,11 +155,11 @@ def load(database: sqlite3.Connection, path: Path, version: int, chain: str, out
         for *about, data in database.execute(query, [version]):
             listed.append(about)
             source, text, expected = about
-            told = json.loads(text)
-            lesson = told.get("lesson")
+            kept = json.loads(text)
+            lesson = kept.get("lesson")
             if not outline.is_erased(source, lesson, version):
                 delta = delta_in(path, data, expected)
-                state.learn(source, lesson, delta, told["fields"], told["version"])
+                state.learn(source, lesson, delta, kept["fields"], kept["version"])
         is_whole = row == (chain, _hash(version, chain, listed))
     except StoreDamaged as error:
         raise StoreDamaged(path, f"in the state of version {version}, {error.reason}") from error

@@ -20,10 +20,11 @@ from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self, get_args
 
 from attractor.config import check_choice, check_size
 from attractor.continual.delta import Delta
+from attractor.serve.config import SyncName
 from attractor.serve.errors import KeyReused, StoreDamaged
 from attractor.serve.store import states
 from attractor.serve.store.database import (
@@ -50,15 +51,14 @@ from attractor.serve.store.records import (
     history_line,
     insert,
     packed,
+    readable,
     sha256,
-    told_by,
     walk,
 )
 from attractor.serve.store.states import State, paced
 
 log = logging.getLogger("attractor")
 
-SyncName = Literal["always", "off"]
 SETTLE = 4 << 20
 """Bytes in the write-ahead log that are worth to be moved into the database."""
 Span = tuple[int, int]
@@ -188,11 +188,11 @@ class Store:
 
     @property
     def taken_back(self) -> int:
-        """The newest version that is no lesson: somebody took something back."""
+        """The newest version that took something back."""
         return self.outline.taken_back
 
     def holds(self, source: str) -> bool:
-        """Whether there are lessons of a source that were not erased, live or not."""
+        """Whether anything of a source was not erased, live or not."""
         return self.outline.taught.get(source, 0) > self.outline.erased.get(source, 0)
 
     def source_of(self, lesson: int) -> str | None:
@@ -318,7 +318,7 @@ class Store:
             self._cache = open_writer(self._snapshots, "NORMAL")
 
     def settle(self) -> None:
-        """Move commits from the write-ahead log into the database, if they are many; while nobody waits."""
+        """Move commits from the write-ahead log into the database, if they are many and nothing waits."""
         with self._lock:
             if self._logged > SETTLE and not self._closed:
                 self._logged = 0
@@ -350,7 +350,7 @@ class Store:
                     f"the key {key!r} was given with something else before, or by somebody else: take a new "
                     "one"
                 )
-            return next(told_by(database, "number = ?", [number]))["answer"]
+            return next(readable(database, "number = ?", [number]))["answer"]
 
     def calibration(self) -> tuple[dict[str, Any], Delta] | None:
         """What the layer of lessons measured at first; None where there is no such record."""
@@ -366,8 +366,8 @@ class Store:
         before = self.last + 1 if before is None else before
         with sql(self._lessons), reader(self._lessons) as database:
             return [
-                history_line(told)
-                for told in told_by(database, "number < ? ORDER BY number DESC LIMIT ?", [before, limit])
+                history_line(record)
+                for record in readable(database, "number < ? ORDER BY number DESC LIMIT ?", [before, limit])
             ]
 
     # --- reading

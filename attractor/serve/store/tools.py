@@ -1,6 +1,5 @@
 """Looking at a store from outside, also while a server has it open: nothing of it is changed."""
 
-import os
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -8,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from attractor.files import write_folder
 from attractor.serve.errors import StoreDamaged
 from attractor.serve.store import states
 from attractor.serve.store.database import (
@@ -18,11 +18,9 @@ from attractor.serve.store.database import (
     check_structure,
     make_folder,
     reader,
-    remove,
     sql,
-    sync_folder,
 )
-from attractor.serve.store.records import WITH_DELTA, Outline, check_promise, delta_in, told_by, walk
+from attractor.serve.store.records import WITH_DELTA, Outline, check_promise, delta_in, readable, walk
 
 
 @dataclass
@@ -105,7 +103,7 @@ def show(folder: str | Path) -> Iterator[dict[str, Any]]:
     """Every record as a dictionary, oldest first, without its delta."""
     path = lessons_in(folder)
     with sql(path), reader(path) as database:
-        yield from told_by(database, "1 ORDER BY number", [])
+        yield from readable(database, "1 ORDER BY number", [])
 
 
 def backup(folder: str | Path, target: str | Path) -> Report:
@@ -116,10 +114,11 @@ def backup(folder: str | Path, target: str | Path) -> Report:
     source, target = lessons_in(folder), Path(target).absolute()
     if target.exists():
         raise ValueError(f"{target} is there already: give a folder that is not")
-    partial = target.with_name(f".partial-{target.name}-{os.getpid()}")
-    make_folder(partial)
-    copy = partial / LESSONS
-    try:
+    report = Report()
+
+    def fill(partial: Path) -> None:
+        nonlocal report
+        copy = partial / LESSONS
         with sql(source), reader(source) as database, closing(sqlite3.connect(copy)) as new:
             database.backup(new)
         with sql(copy), closing(sqlite3.connect(copy)) as new:  # one file, without a log beside it
@@ -130,11 +129,6 @@ def backup(folder: str | Path, target: str | Path) -> Report:
         report = verify(partial)
         if report.damage:
             raise report.damage[0]
-        os.replace(partial, target)
-    except BaseException:
-        remove(copy)
-        Acknowledged(partial).path.unlink(missing_ok=True)
-        partial.rmdir()
-        raise
-    sync_folder(target.parent)
+
+    write_folder(target, fill)
     return report
