@@ -5,8 +5,6 @@ import itertools
 import json
 import random
 import sqlite3
-import subprocess
-import sys
 import threading
 from contextlib import contextmanager
 
@@ -360,25 +358,11 @@ def test_a_rollback_while_the_version_it_names_is_let_go(tmp_path, monkeypatch):
     assert not verify(tmp_path).damage
 
 
-OTHER = """
-import sys
-from attractor.serve.store import Store
-try:
-    Store.open(sys.argv[1], identity="base")
-except BlockingIOError as error:
-    print(error)
-"""
-
-
 def test_one_server_at_a_time_and_any_number_that_look(tmp_path):
     with opened(tmp_path) as store:
         store.commit("lesson", **lesson())
         with pytest.raises(BlockingIOError, match="open already, here or in another process"):
             opened(tmp_path)
-        other = subprocess.run(
-            [sys.executable, "-c", OTHER, tmp_path], capture_output=True, text=True, check=True
-        )
-        assert "is open already, here or in another process" in other.stdout
         assert [line["number"] for line in show(tmp_path)] == [1]
         assert not verify(tmp_path).damage
     with pytest.raises(ValueError, match=r"belongs to \['base'\], not to 'other'"):

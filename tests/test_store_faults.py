@@ -223,7 +223,7 @@ def test_kill_9(tmp_path):
             kills += 1
             print(folder, file=process.stdin, flush=True)
             victim = int(process.stdout.readline().removeprefix("pid "))
-            with pytest.raises(BlockingIOError):
+            with pytest.raises(BlockingIOError, match="open already, here or in another process"):
                 opened(folder)
             time.sleep(chance.uniform(0, 0.05))
             os.kill(victim, signal.SIGKILL)
