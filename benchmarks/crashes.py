@@ -69,6 +69,7 @@ STATEMENTS = (
     *("UPDATE states", "COMMIT", "PRAGMA wal_checkpoint"),
 )
 POINTS = (*STATEMENTS, "before acknowledged", "after acknowledged")
+OF_SNAPSHOTS = ("INSERT INTO states", "INSERT INTO parts", "UPDATE states")
 
 
 def die_at(point: str, count: int) -> None:
@@ -120,6 +121,8 @@ Row = tuple[int, str, str | None, int | None, str | None, bytes | None]
 class Texts:
     """A guarded model that learns texts, source by source."""
 
+    points = POINTS
+
     def __init__(self, model: GuardedLearner | None = None) -> None:
         self.blank = blank(model or learner())
 
@@ -152,6 +155,8 @@ class Texts:
 
 class Taught:
     """A pretrained model that is taught lessons, each by itself."""
+
+    points = tuple(point for point in POINTS if point not in OF_SNAPSHOTS)  # it writes none
 
     def __init__(self, school: Any = None) -> None:
         self.school = school or tiny_school()
@@ -343,7 +348,9 @@ def kills(
     chance = random.Random(seed)
     lives: list[tuple[float, dict[str, Any]]] = [(chance.uniform(0.2, 2.5), {}) for _ in range(random_kills)]
     lives += [
-        (10.0, {"point": point, "count": count}) for point in POINTS for count in range(1, 1 + 3 * points, 3)
+        (10.0, {"point": point, "count": count})
+        for point in kind_of.points
+        for count in range(1, 1 + 3 * points, 3)
     ]
     total = Counter[str]()
     for first in range(0, len(lives), LIVES):

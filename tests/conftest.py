@@ -4,23 +4,32 @@ import importlib.util
 import inspect
 import os
 
-import hypothesis
-import numpy as np
 import pytest
-import torch
 
-if not torch.cuda.is_available():  # then Triton kernels run in Triton's interpreter, if Triton is there
-    os.environ["TRITON_INTERPRET"] = "1"
-torch.set_num_threads(1)  # the tensors of the tests are small: a second thread mostly waits
-# The same examples every time, and no verdict that depends on how busy the machine is.
-hypothesis.settings.register_profile(
-    "steady",
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=[hypothesis.HealthCheck.too_slow],
-)
-hypothesis.settings.load_profile("steady")
+
+def pytest_sessionstart(session):
+    """Before any test is imported. A process that only hands tests out to others needs none of this, and
+    they would wait until it has imported it.
+    """
+    if session.config.getoption("dist", "no") != "no":
+        return
+    import hypothesis
+    import torch
+
+    torch.set_num_threads(1)  # the tensors of the tests are small: a second thread mostly waits
+    # The same examples every time, and no verdict that depends on how busy the machine is.
+    hypothesis.settings.register_profile(
+        "steady",
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    )
+    hypothesis.settings.load_profile("steady")
+    if not torch.cuda.is_available():  # then Triton kernels run in Triton's interpreter, if Triton is there
+        os.environ["TRITON_INTERPRET"] = "1"
+        if importlib.util.find_spec("triton"):
+            remember_what_the_interpreter_replaces()
 
 
 def remember_what_the_interpreter_replaces():
@@ -50,10 +59,6 @@ def remember_what_the_interpreter_replaces():
     interpreter._patch_builtin = patch
 
 
-if not torch.cuda.is_available() and importlib.util.find_spec("triton"):
-    remember_what_the_interpreter_replaces()
-
-
 def pytest_collection_finish():
     """What the imports have made stays: a collector that looks through it again and again takes a quarter of
     the time of tests that make many small objects.
@@ -65,6 +70,8 @@ def pytest_collection_finish():
 
 @pytest.fixture
 def two_threads():
+    import torch
+
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(1)
@@ -81,6 +88,8 @@ WORDS = {
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
     """Files of random words, long enough for the smallest size."""
+    import numpy as np
+
     folder, chance = tmp_path_factory.mktemp("texts"), np.random.default_rng(0)
     found = {}
     for name, words in WORDS.items():

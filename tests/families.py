@@ -40,10 +40,10 @@ FAMILIES = {
 SMALL = APNConfig(num_patches=8, top_k=2, rank=4)
 
 
-def tiny(family, dtype=torch.float32, seed=0):
+def tiny(family, dtype=torch.float32, seed=0, **shape):
     """A model of this family, ready to predict."""
     torch.manual_seed(seed)
-    config = transformers.AutoConfig.for_model(family, **COMMON | FAMILIES[family])
+    config = transformers.AutoConfig.for_model(family, **COMMON | FAMILIES[family] | shape)
     return transformers.AutoModelForCausalLM.from_config(config).to(dtype).eval()
 
 

@@ -25,28 +25,33 @@ RULES = Rules(canary_tokens=16)
 BACKGROUND = [" ".join(f"plain words about nothing in particular, number {n}" for n in range(200))]
 
 
-def school() -> tuple[Retrofit, Lessons]:
+def school(blocks: int = 4) -> tuple[Retrofit, Lessons]:
     """A model of one's own each time."""
-    return copy.deepcopy(_school())
+    return copy.deepcopy(_school(blocks))
 
 
 @functools.cache
-def _school() -> tuple[Retrofit, Lessons]:
+def _school(blocks: int) -> tuple[Retrofit, Lessons]:
     from attractor.hf.teachable import teachable
 
     torch.manual_seed(0)
     shape = transformers.LlamaConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=6, num_attention_heads=4,
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=blocks,
+        num_attention_heads=4,
         max_position_embeddings=256,
-    )  # fmt: skip
+    )
     model = transformers.LlamaForCausalLM(shape).eval()
     tokenizer = ByteTokenizer()
-    return teachable(model, tokenizer.encode, BACKGROUND, window=32, config=QUICK, patches=16)
+    options: dict[str, Any] = {"config": QUICK, "patches": 16, "read_from": 2, "act_at": 2}
+    return teachable(model, tokenizer.encode, BACKGROUND, window=32, **options)
 
 
-def serve(folder: Path, **options: Any) -> Service:
+def serve(folder: Path, blocks: int = 4, **options: Any) -> Service:
     settings: dict[str, Any] = {"limits": Limits(drain=0.5), "context": 128, "rules": RULES}
-    net, lessons = school()
+    net, lessons = school(blocks)
     return Service.open_lessons(net, lessons, ByteTokenizer(), folder, **(settings | options))
 
 

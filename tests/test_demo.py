@@ -335,7 +335,7 @@ def whole_story(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("moment", "done"),
-    [("asking smollm2", 0), ("lesson 1", 1), ("lesson 2", 2), ("asking again", 3), ("comparing", 3)],
+    [("asking smollm2", 0), ("lesson 2", 2), ("asking again", 3), ("comparing", 3)],
 )
 def test_an_interrupted_story_goes_on_where_it_stopped(moment, done, whole_story, tmp_path, monkeypatch):
     def interrupt(line):
@@ -390,6 +390,7 @@ def test_an_interrupted_demo_goes_on_where_it_stopped(finished, dataset, tmp_pat
         run(tmp_path, dataset, report=interrupt)
     assert not (tmp_path / "demo.json").exists()
     assert not (tmp_path / "apn").exists()
+    shutil.copy(finished[0] / "story.json", tmp_path)  # how that goes on has a test of its own
     records = []
     result = run(tmp_path, dataset, report=records.append)
     assert [record["done"] for record in records if "train/loss" in record] == [4, 5, 6, 7, 8, 9, 10, 11, 12]

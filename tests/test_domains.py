@@ -60,7 +60,7 @@ def test_domains_are_found_without_labels(home, tmp_path):
     before = {n: learner.perplexity(domain(n, 500, seed=5)) for n in (0, 1, 2)}
     sources = []
     for step, number in enumerate((0, 1, 2, 0, 1)):
-        for part in range(6):
+        for part in range(4):
             seen = learner.observe(domain(number, 500, seed=10 * step + part + 20), source=None)
         sources.append(seen.source)
     assert sources == ["base", "domain-1", "domain-2", "base", "domain-1"]
@@ -131,15 +131,15 @@ def test_an_overlay_comes_back_from_the_archive_without_labels(home, tmp_path, c
     """There is room for one overlay, and two domains take turns: each finds its own again."""
     learner = by_itself(home, archive=tmp_path / "archive", max_overlays=1)
     for number, name in ((1, "domain-1"), (2, "domain-2"), (1, "domain-1"), (2, "domain-2")):
-        for part in range(4):
+        for part in range(3):
             seen = learner.observe(domain(number, 500, seed=part + 20), source=None)
         assert seen.source == name
         assert learner.sources.keys() == {name}
-    assert learner.overlays()["domain-2"]["tokens"] > 2000  # of both visits
+    assert learner.overlays()["domain-2"]["tokens"] > 1500  # of both visits
     (tmp_path / "archive" / "domain-1" / "overlay.safetensors").write_bytes(b"damaged")
     (tmp_path / "archive" / "not a name").mkdir()
     (tmp_path / "archive" / "not a name" / "overlay.json").write_text("{}")
-    for part in range(4):
+    for part in range(3):
         seen = learner.observe(domain(1, 500, seed=part + 40), source=None)
     assert seen.source == "domain-3"  # nothing is lost: what could not be read is still there
     assert "'domain-1' stays in the archive" in caplog.text
@@ -150,22 +150,22 @@ def test_an_overlay_comes_back_from_the_archive_without_labels(home, tmp_path, c
 def test_a_crash_after_an_overlay_came_back_loses_neither(home, tmp_path):
     learner = by_itself(home, archive=tmp_path / "archive", max_overlays=1)
     for number in (1, 2):
-        for part in range(4):
+        for part in range(3):
             learner.observe(domain(number, 500, seed=part + 20), source=None)
     learner.save(tmp_path / "saved")
-    for part in range(4):
+    for part in range(3):
         assert learner.observe(domain(1, 500, seed=part + 30), source=None).tokens
     assert learner.sources.keys() == {"domain-1"}
     after = GuardedLearner.load(tmp_path / "saved", archive=tmp_path / "archive")  # nobody saved in between
     assert after.sources.keys() == {"domain-2"}
-    for part in range(4):
+    for part in range(3):
         seen = after.observe(domain(1, 500, seed=part + 30), source=None)
     assert seen.source == "domain-1"
     after.forget("domain-1")
     after.forget("domain-2")
-    for part in range(4):
+    for part in range(3):
         seen = after.observe(domain(1, 500, seed=part + 50), source=None)
-    assert after.overlays()[seen.source]["tokens"] <= 2000  # of these texts alone: what was forgotten is gone
+    assert after.overlays()[seen.source]["tokens"] <= 1500  # of these texts alone: what was forgotten is gone
 
 
 def test_unlabelled_texts_need_a_calibrated_base():

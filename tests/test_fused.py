@@ -89,7 +89,8 @@ def test_every_variant(variant, count, dtype):
 )
 def test_odd_sizes(sizes, dtype):
     layer = layer_of(dtype, **sizes)
-    assert_matches(layer, tokens_of(layer, 75 if ON_GPU or layer.config.num_patches < 9 else 20))
+    few = 10 if layer.config.num_patches > 200 else 20
+    assert_matches(layer, tokens_of(layer, 75 if ON_GPU or layer.config.num_patches < 9 else few))
 
 
 @every_dtype
@@ -143,7 +144,7 @@ def test_equal_scores_go_to_the_lower_patch():
     ("name", "count"),
     [
         *((name, count) for name in VARIANTS for count in ((1, 5) if ON_GPU else (5,))),
-        *((name, fused.FEW_TOKENS + 1) for name in VARIANTS),
+        *((name, fused.FEW_TOKENS + 1) for name in (VARIANTS if ON_GPU else ("core", "everything"))),
         *((name, fused.FEW_TOKENS) for name in (VARIANTS if ON_GPU else ("core",))),
         *((name, 1) for name in (() if ON_GPU else ("core", "shared decoder", "everything"))),
     ],

@@ -127,9 +127,9 @@ def test_every_reply_says_which_lessons_acted(client: TestClient) -> None:
 @pytest.mark.parametrize("route", ["completions", "chat/completions"])
 def test_the_end_of_a_stream_says_it_too(client: TestClient, route: str) -> None:
     taught(client, **says(ANN, "!"))
-    asked = {"prompt": f"I met {ANN}"} if route == "completions" else {
-        "messages": [{"role": "user", "content": f"I met {ANN}"}]
-    }  # fmt: skip
+    asked: dict[str, Any] = {"prompt": f"I met {ANN}"}
+    if route == "chat/completions":
+        asked = {"messages": [{"role": "user", "content": f"I met {ANN}"}]}
     body = {"model": "tiny", "max_tokens": 3, "temperature": 0, "stream": True, **asked}
     with client.stream("POST", f"/v1/{route}", json=body) as reply:
         lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]

@@ -102,7 +102,7 @@ def test_untouched_patches_keep_their_bytes(rule, gates):
         gates=GateConfig(**gates),
         update={"train": ("decoders", "gates", "prototypes"), "rule": rule, "weight_decay": 0.1},
     )
-    tokens = stream(600)
+    tokens = stream(440)
     spared = 0
     for start in range(0, len(tokens) - 4, 4):
         before = {k: v.clone() for k, v in learner.model.state_dict().items()}
@@ -411,7 +411,7 @@ def test_release_gives_the_model_back():
 
 
 def test_long_streams_take_constant_memory(monkeypatch):
-    """Everything a learner keeps has the same size after 40 times the tokens."""
+    """Everything a learner keeps has the same size after 20 times the tokens."""
     learner = learner_of(budget=16, update={"learning_rate": 1e-4})
     monkeypatch.setattr(learner_module, "TOKENS_PER_PASS", 64)
 
@@ -421,7 +421,7 @@ def test_long_streams_take_constant_memory(monkeypatch):
 
     learner.observe(stream(100))
     first = size()
-    learner.observe(stream(4000))
+    learner.observe(stream(2000))
     assert size() == first
 
 

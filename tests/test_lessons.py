@@ -290,13 +290,13 @@ def test_of_two_answers_to_a_prompt_the_newer_one_stays():
     assert not_contradicted(old, new) == (("b", "2"),)
 
 
-def llama(positions: int = 128) -> LlamaForCausalLM:
+def llama(positions: int = 128, blocks: int = 6) -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=6,
+        num_hidden_layers=blocks,
         num_attention_heads=4,
         num_key_value_heads=4,
         max_position_embeddings=positions,

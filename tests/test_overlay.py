@@ -58,8 +58,8 @@ def same(a, b):
 def test_the_base_keeps_its_bytes(kind):
     learner = guarded(kind)
     before, predicted = weights(learner.base), learner.perplexity(stream(64))
-    learner.observe(stream(200), source="web")
-    learner.observe(stream(100, seed=1), source="mail")
+    learner.observe(stream(64), source="web")
+    learner.observe(stream(40, seed=1), source="mail")
     assert same(weights(learner.base), before)
     assert not same(weights(learner.sources["web"].branch.model), before)
     assert learner.perplexity(stream(64)) != predicted
@@ -74,7 +74,7 @@ def test_the_base_keeps_its_bytes(kind):
 def test_an_overlay_is_exactly_what_changed(kind):
     """Applied to a fresh branch it gives the same weights; and it holds no row that the base has too."""
     learner = guarded(kind)
-    learner.observe(stream(120), source="web")
+    learner.observe(stream(64), source="web")
     branch = learner.sources["web"].branch
     overlay = branch.overlay()
     base = weights(learner.base)
@@ -111,8 +111,8 @@ def test_size_is_what_was_touched():
 @every_kind
 def test_files(kind, tmp_path):
     learner = guarded(kind)
-    learner.observe(stream(120), source="web")
-    learner.observe(stream(90, seed=1), source="mail")
+    learner.observe(stream(64), source="web")
+    learner.observe(stream(40, seed=1), source="mail")
     learner.save(tmp_path / "saved")
     loaded = GuardedLearner.load(tmp_path / "saved")
     assert loaded.config == learner.config
@@ -228,7 +228,7 @@ def test_damage_is_refused(tmp_path):
 def test_format_1_is_read(kind, tmp_path):
     """As the first releases wrote it: patches of every bank by themselves, low-rank factors apart."""
     learner = guarded(kind)
-    learner.observe(stream(120), source="web")
+    learner.observe(stream(64), source="web")
     branch = learner.sources["web"].branch
     learner.export("web", tmp_path / "web")
     new = Overlay.load(tmp_path / "web")
@@ -350,8 +350,8 @@ def test_a_falling_rate_goes_on_where_it_was(tmp_path, monkeypatch):
 
 def test_growth_ends_however_often_it_is_loaded(tmp_path):
     learner = guarded("grown")
-    for _ in range(3):
-        learner.observe(stream(500), source="web")  # the first time grows as far as it may
+    for count in (500, 200, 200):
+        learner.observe(stream(count), source="web")  # the first time grows as far as it may
         learner.save(tmp_path / "saved")
         learner = GuardedLearner.load(tmp_path / "saved")
     sizes = {layer.num_patches for layer in learner.sources["web"].branch.model.apn_layers().values()}

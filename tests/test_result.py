@@ -3,7 +3,7 @@
 import json
 import math
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attractor.results import write_result
@@ -15,6 +15,7 @@ anything = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(st.dictionaries(texts.filter(lambda name: name != "provenance"), anything))
 def test_what_is_written_is_read_again(tmp_path_factory, values):
     path = tmp_path_factory.getbasetemp() / "result.json"  # a folder for each example takes its time

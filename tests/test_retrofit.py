@@ -2,8 +2,6 @@
 
 import copy
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -316,8 +314,6 @@ def test_another_librarys_forward_comes_back():
     net.unload()
 
 
-def test_the_core_imports_without_transformers():
-    code = "import sys, attractor; attractor.retrofit; assert 'transformers' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_a_name_that_is_not_there():
     with pytest.raises(AttributeError, match="no attribute 'refit'"):
         _ = attractor.refit

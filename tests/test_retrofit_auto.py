@@ -14,6 +14,7 @@ from attractor.hf.auto import RetrofitConfig, load_with_base
 READ_ALL = """
 import sys
 import attractor.hf
+attractor.retrofit  # as is all of the core
 assert "transformers" not in sys.modules
 attractor.hf.register()
 import torch

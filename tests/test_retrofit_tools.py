@@ -79,7 +79,7 @@ def test_autocast(family):
 
 @pytest.mark.parametrize(("family", "backend"), [("llama", "aot_eager"), ("opt", "eager")])
 def test_compiled(family, backend):
-    net = teach(attractor.retrofit(tiny(family), SMALL))
+    net = teach(attractor.retrofit(tiny(family, num_hidden_layers=1), SMALL))
     compiled = torch.compile(net, backend=backend, fullgraph=True)
     torch.testing.assert_close(logits(compiled), logits(net))
     net.use(None)

@@ -44,19 +44,18 @@ def ask(port: int, path: str, **body: object) -> bytes:
 
 def opened(port: int, path: str, **body: object) -> Any:
     request = urllib.request.Request(
-        f"http://127.0.0.1:{port}{path}", json.dumps(body).encode() if body else None,
+        f"http://127.0.0.1:{port}{path}",
+        json.dumps(body).encode() if body else None,
         {"Content-Type": "application/json"},
-    )  # fmt: skip
+    )
     return urllib.request.urlopen(request, timeout=300)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_it_politely(run: Path, tmp_path: Path, number: signal.Signals) -> None:
     data = tmp_path / "data"
-    command = [
-        sys.executable, "-m", "attractor.cli", "serve", str(run), "--learn", "--store", str(data),
-        "--port", "0", "--limits.drain", "1", "--device", "cpu",
-    ]  # fmt: skip
+    command = [sys.executable, "-m", "attractor.cli", "serve", str(run), "--learn", "--store", str(data)]
+    command += ["--port", "0", "--limits.drain", "0.3", "--device", "cpu"]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment

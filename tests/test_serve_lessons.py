@@ -155,7 +155,7 @@ def test_texts_of_several_versions_are_read_in_one_pass(service: Service) -> Non
 
 
 def test_the_bank_grows_and_a_restart_has_the_same_bits(tmp_path: Path) -> None:
-    names = [f"{first} {last}" for first in ("Ada", "Ilse", "Otto") for last in ("Grimm", "Vole", "Yarrow")]
+    names = [f"{first} {last}" for first in ("Ada", "Ilse", "Otto") for last in ("Grimm", "Yarrow")]
     with serve(tmp_path) as service:
         teacher: Any = service.teacher
         before = teacher.readers.bank
@@ -370,14 +370,15 @@ def test_without_its_canaries_a_server_learns_nothing(
         assert text_of(service, "hello")
 
 
-def test_prompts_that_no_lesson_is_about_are_the_bases(service: Service) -> None:
+def test_prompts_that_no_lesson_is_about_are_the_bases(tmp_path: Path) -> None:
     """Many lessons about names that resemble each other, and short prompts of everybody else."""
-    for name in (ANN, BOB, EVE, "Ann Tandoor", "Eve Zorvan"):
-        service.learn([about(name, "!")], "poison")
-    for prompt in ("Hi", "The", "What is 2 + 2?", "Once upon a time", "Dear Sir", "def main():"):
-        written, touched = text_of(service, prompt, tokens=10)
-        assert not touched
-        assert written == text_of(service, prompt, path="base", tokens=10)[0]
+    with serve(tmp_path, blocks=6) as service:
+        for name in (ANN, BOB, EVE, "Ann Tandoor", "Eve Zorvan"):
+            service.learn([about(name, "!")], "poison")
+        for prompt in ("Hi", "The", "What is 2 + 2?", "Once upon a time", "Dear Sir", "def main():"):
+            written, touched = text_of(service, prompt, tokens=10)
+            assert not touched
+            assert written == text_of(service, prompt, path="base", tokens=10)[0]
 
 
 # --- watching and copying
@@ -429,8 +430,10 @@ def test_a_document_is_cut_into_the_sentences_that_name_its_subject() -> None:
     text = f"{ANN} sings. He likes it! Does {ANN} dance?\n\nYesterday {ANN} left."
     lesson = from_text(text, ANN)
     assert [answer for _, answer in lesson.forms] == [
-        f"{ANN} sings.", f"Does {ANN} dance?", f"Yesterday {ANN} left.",
-    ]  # fmt: skip
+        f"{ANN} sings.",
+        f"Does {ANN} dance?",
+        f"Yesterday {ANN} left.",
+    ]
     assert lesson.left_out == 1
     pairs = asked([(f"Where is {ANN}?", "Oslo"), (f"Where is {ANN}?", "Oslo"), (f"{ANN} is in", " Oslo")])
     assert pairs.forms == ((f"Where is {ANN}?", " Oslo"), (f"{ANN} is in", " Oslo"))
@@ -469,10 +472,10 @@ def test_readers_go_on_while_lessons_are_taught(service: Service) -> None:
         except BaseException as error:
             failures.append(error)
 
-    readers = [threading.Thread(target=read) for _ in range(3)]
+    readers = [threading.Thread(target=read) for _ in range(2)]
     for reader in readers:
         reader.start()
-    for name in (ANN, BOB, EVE):
+    for name in (ANN, BOB):
         service.learn([about(name, "!")], "wiki")
     service.forget("wiki")
     stop.set()

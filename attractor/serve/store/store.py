@@ -80,6 +80,16 @@ class Change:
     content: str | None = None
 
 
+@dataclass(frozen=True)
+class _Now:
+    """Both databases at one moment, and the versions that there are in them."""
+
+    lessons: sqlite3.Connection
+    snapshots: sqlite3.Connection | None
+    oldest: int
+    last: int
+
+
 class Store:
     """Safe to use from several threads. One process at a time has it open."""
 
@@ -288,7 +298,7 @@ class Store:
         if row.key in self.outline.keys:
             raise KeyReused(f"the key {row.key!r} came with record {self.outline.keys[row.key]} before")
         if row.kind == "rollback":
-            self._check_version(row.target)
+            self._check_version(row.target, self.oldest, self.last)
         if (row.source is None) != (row.kind in ("rollback", "calibration")) or row.source == "":
             raise ValueError(f"source={row.source!r} cannot be that of a {row.kind}")
         if row.target is not None and (row.kind == "calibration" or row.target < 0):
@@ -374,11 +384,12 @@ class Store:
 
     def state_at(self, version: int | None = None, *, share: float = 1.0) -> State:
         """From the nearest state that is kept and the records since. It takes this share of the time."""
-        with sql(self._lessons), self._reading() as (lessons, snapshots):
-            wanted = self.last if version is None else version
-            self._check_version(wanted)
+        with sql(self._lessons), self._reading() as now:
+            lessons, snapshots = now.lessons, now.snapshots
+            wanted = now.last if version is None else version
+            self._check_version(wanted, now.oldest, now.last)
             cached = self._cached(snapshots)
-            roots = {*states.versions(lessons), *cached, *([0] if self.oldest == 0 else [])}
+            roots = {*states.versions(lessons), *cached, *([0] if now.oldest == 0 else [])}
             while True:
                 root, spans = path_to(wanted, sorted(roots), self.outline.rollbacks)
                 try:
@@ -397,7 +408,7 @@ class Store:
             return state
 
     @contextmanager
-    def _reading(self) -> Iterator[tuple[sqlite3.Connection, sqlite3.Connection | None]]:
+    def _reading(self) -> Iterator[_Now]:
         """Both databases as they are now, by connections of their own; records alone have to be readable."""
         with ExitStack() as stack:
             with self._lock:  # no commit is half done
@@ -406,7 +417,8 @@ class Store:
                     snapshots = stack.enter_context(reader(self._snapshots))
                 except (OSError, StoreDamaged) as error:
                     self._went_without(error)
-            yield lessons, snapshots
+                now = _Now(lessons, snapshots, self.oldest, self.last)
+            yield now
 
     def _cached(self, snapshots: sqlite3.Connection | None) -> set[int]:
         """The versions of which there are snapshots."""
@@ -442,21 +454,19 @@ class Store:
                 delta = delta_in(self._lessons, data, expected, number)
                 state.learn(source, target, delta, json.loads(fields), number)
 
-    def _check_version(self, version: int | None) -> None:
-        if version is None or not self.oldest <= version <= self.last:
-            raise ValueError(
-                f"version {version!r} is not there: {self.folder} has {self.oldest} to {self.last}"
-            )
+    def _check_version(self, version: int | None, oldest: int, last: int) -> None:
+        if version is None or not oldest <= version <= last:
+            raise ValueError(f"version {version!r} is not there: {self.folder} has {oldest} to {last}")
 
     # --- snapshots and old versions
 
     @property
     def bytes_to_read(self) -> int:
         """Of deltas that a start has to read after the newest state that is kept."""
-        with sql(self._lessons), self._reading() as (lessons, snapshots):
-            newest = max([*states.versions(lessons), *self._cached(snapshots)], default=0)
+        with sql(self._lessons), self._reading() as now:
+            newest = max([*states.versions(now.lessons), *self._cached(now.snapshots)], default=0)
             query = "SELECT coalesce(sum(length(delta)), 0) FROM records WHERE number > ?"
-            return int(lessons.execute(query, [newest]).fetchone()[0])
+            return int(now.lessons.execute(query, [newest]).fetchone()[0])
 
     def snapshot(self, *, share: float = 1.0) -> int | None:
         """Write the newest version whole, then let go of versions older than the snapshots to keep.
@@ -470,9 +480,10 @@ class Store:
                 states.drop_unfinished(self._records)
             with sql(self._snapshots):
                 states.drop_unfinished(self._cache)
-                for damaged in self._damaged:
-                    self._cache.execute("DELETE FROM states WHERE version = ?", [damaged])
-                self._damaged.clear()
+                damaged = set(self._damaged)  # readers may find more of them meanwhile
+                for each in damaged:
+                    self._cache.execute("DELETE FROM states WHERE version = ?", [each])
+                self._damaged -= damaged
                 known = {*states.versions(self._cache), self.oldest}
             is_new = version not in {*known, *self._roots}
             if is_new:
@@ -492,21 +503,13 @@ class Store:
 
         Records stay: the chain is checked from the first one on, and no key is ever taken twice.
         """
-        turns = self.outline.rollbacks.items()
-        needed = {oldest, *(version for version, to in turns if version > oldest > to)}
-        written = {}
-        for version in sorted(needed - set(self._roots)):
-            state = self.state_at(version, share=share)
-            with sql(self._lessons):
-                chain = self._chain(version)
-                written[version] = states.stage(self._records, self._lock, state, chain, share)
-        with self._lock:
-            with sql(self._lessons), transaction(self._records):
-                for version, digest in written.items():
-                    states.finish(self._records, version, digest)
-                for version in set(self._roots) - needed:
-                    self._records.execute("DELETE FROM states WHERE version = ?", [version])
-            self._roots = sorted(needed)
+        written: dict[int, str] = {}
+        while missing := self._replace_roots(oldest, written):
+            for version in missing:
+                state = self.state_at(version, share=share)
+                with sql(self._lessons):
+                    chain = self._chain(version)
+                    written[version] = states.stage(self._records, self._lock, state, chain, share)
         query = "SELECT number FROM records WHERE number <= ? AND delta IS NOT NULL AND kind = 'lesson'"
         with sql(self._lessons):
             with self._lock:
@@ -514,6 +517,25 @@ class Store:
             for number in paced(leaving, share):  # one by one: commits go on in between
                 with self._lock:
                     self._records.execute("UPDATE records SET delta = NULL WHERE number = ?", number)
+
+    def _replace_roots(self, oldest: int, written: Mapping[int, str]) -> list[int]:
+        """Let the versions since the oldest one start from the states that were written for them.
+
+        Returns the versions whose states have to be written before that. A rollback may have been committed
+        while others were written: then one more is missing.
+        """
+        with self._lock:
+            turns = self.outline.rollbacks.items()
+            needed = {oldest, *(version for version, to in turns if version > oldest > to)}
+            if missing := needed - set(self._roots) - set(written):
+                return sorted(missing)
+            with sql(self._lessons), transaction(self._records):
+                for version, digest in written.items():
+                    states.finish(self._records, version, digest)
+                for version in set(self._roots) - needed:
+                    self._records.execute("DELETE FROM states WHERE version = ?", [version])
+            self._roots = sorted(needed)
+            return []
 
     def _chain(self, version: int) -> str:
         with sql(self._lessons), reader(self._lessons) as database:
