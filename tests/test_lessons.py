@@ -3,7 +3,6 @@
 import copy
 import json
 import shutil
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -425,40 +424,6 @@ def test_the_two_halves_of_a_model_are_the_model(family, read_from):
         assert torch.allclose(found, net(input_ids=tokens).logits[row, position], atol=1e-5)
         with net.using(None):
             assert not torch.allclose(found, net(input_ids=tokens).logits[row, position], atol=1e-2)
-
-
-def test_passes_that_learn_on_a_cpu_may_compute_in_bfloat16(monkeypatch):
-    net, lessons = teachable(llama(), encode, background(), act_at=3, config=CONFIG, patches=4)
-    lessons.learn(forms("QZX", "5"))
-    halves, decoder = lessons.reading.halves, lessons.layer.decoder
-    weights = {name: (id(value), value.dtype) for name, value in net.model.named_parameters()}
-    tokens = torch.tensor([encode("we say QZX is ")])
-    row, position = torch.tensor([0]), torch.tensor([tokens.shape[1] - 1])
-
-    def gradient(quick):
-        monkeypatch.setattr("attractor.hf.halves.cpu_has_bfloat16", lambda: quick)
-        with decoder_learns(decoder):
-            logits = halves.above(halves.below(tokens), row, position)
-            return logits.dtype, torch.autograd.grad(logits.float().square().sum(), decoder)[0]
-
-    (exact_type, exact), (quick_type, quick) = gradient(False), gradient(True)
-    assert (exact_type, quick_type) == (torch.float32, torch.bfloat16)
-    assert 0 < (quick - exact).norm() < 0.05 * exact.norm()
-    assert {name: (id(value), value.dtype) for name, value in net.model.named_parameters()} == weights
-    with torch.no_grad():  # whatever is asked or tested is exact
-        answer = halves.above(halves.below(tokens), row, position)
-        assert torch.allclose(answer[0], net(tokens).logits[0, -1], atol=1e-6)
-        net.model.lm_head.weight.mul_(2)
-    assert torch.allclose(gradient(True)[1], 4 * quick, rtol=1e-3)  # rounded anew
-
-
-@contextmanager
-def decoder_learns(decoder):
-    decoder.requires_grad_(True)
-    try:
-        yield
-    finally:
-        decoder.requires_grad_(False)
 
 
 @pytest.fixture(scope="module")

@@ -5,13 +5,11 @@
     logits = halves.above(state, rows, positions)   # in every pass: (n, vocabulary), of these places alone
 
 A lesson reads its texts many times. The blocks below the layer that learns give the same result each time,
-and of the logits, which are most of the work in a small model, only those of graded tokens are needed. A CPU
-that has instructions for bfloat16 uses them in passes that learn, as a GPU does inside of autocast.
+and of the logits, which are most of the work in a small model, only those of graded tokens are needed.
 """
 
-import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -43,11 +41,6 @@ class Halves:
         (number,) = net.apn_layers(name)
         self.net, self.name = net, name
         self.lower = blocks_below(net.model, net.sites[number].place.name)
-        lower = {part for block in self.lower for part in block.modules()}
-        self.products = [
-            part for part in net.model.modules() if type(part) is nn.Linear and part not in lower
-        ]
-        self._rounded: dict[nn.Linear, tuple[tuple[Any, ...], nn.Parameter]] = {}
         self.source = net.sites[net.sources[name]] if name in net.sources else None
 
     @torch.no_grad()
@@ -95,14 +88,7 @@ class Halves:
 
     def above(self, state: Below, rows: Tensor, positions: Tensor) -> Tensor:
         """The logits (n, vocabulary) after the tokens at these places, from what the lower half made."""
-        learns_on_cpu = torch.is_grad_enabled() and state.tokens.device.type == "cpu" and cpu_has_bfloat16()
-        quick = torch.autocast("cpu", torch.bfloat16) if learns_on_cpu else nullcontext()
-        with (
-            self.net.using(self.name),
-            self._skipping(state),
-            quick,
-            self._rounding(state.tokens.device.type),
-        ):
+        with self.net.using(self.name), self._skipping(state):
             return logits_at(self.net.model, state.tokens, rows, positions)
 
     def write(self, texts: Sequence[list[int]], count: int) -> list[list[int]]:
@@ -126,32 +112,6 @@ class Halves:
                     del block.forward
                 else:
                     setattr(block, "forward", before)  # noqa: B010
-
-    @contextmanager
-    def _rounding(self, device: str) -> Iterator[None]:
-        """Inside of autocast the matrices have its type: it would round frozen ones anew in every call."""
-        if not torch.is_autocast_enabled(device):
-            yield
-            return
-        dtype = torch.get_autocast_dtype(device)
-        whole = [(product, product.weight) for product in self.products]
-        for product, weight in whole:
-            known = (weight.data_ptr(), weight._version, dtype)
-            if self._rounded.get(product, (None,))[0] != known:
-                self._rounded[product] = known, nn.Parameter(weight.detach().to(dtype), requires_grad=False)
-            product.weight = self._rounded[product][1]
-        try:
-            yield
-        finally:
-            for product, weight in whole:
-                product.weight = weight
-
-
-@functools.cache
-def cpu_has_bfloat16() -> bool:
-    """Whether this CPU multiplies numbers in bfloat16 faster than others."""
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 class Undivided(Whole):
