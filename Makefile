@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types pytest soak clean
+.PHONY: help demo test lint types pytest soak package docs clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,8 +35,17 @@ soak: $(READY_TO_TEST)  ## the slow tests, and what a server promises: kill -9, 
 	@$(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
 	@$(BIN)/python benchmarks/soak.py --result results/soak.json
 
+package: $(READY_TO_TEST)  ## build wheel and sdist into dist/, and try them in empty environments (ten minutes)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[package]"
+	@rm -rf dist
+	@ATTRACTOR_DIST=dist $(BIN)/python -m pytest -q -m slow tests/test_package.py
+
+docs: $(READY_TO_TEST)  ## build the documentation into site/, and check its links
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 clean:  ## remove .venv and every cache
-	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last: an interrupted set-up starts again instead of leaving half an environment.

@@ -2,6 +2,8 @@
 
 import doctest
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 
@@ -28,6 +30,12 @@ def test_every_export_says_what_it_is(name):
     inherited = thing.__base__.__doc__ if inspect.isclass(thing) else None
     assert thing.__doc__
     assert thing.__doc__ != inherited
+
+
+def test_the_reference_has_every_export():
+    page = Path(__file__).parent.parent / "docs" / "reference" / "api.md"
+    listed = re.findall(r"^::: attractor\.(\w+)$", page.read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(set(attractor.__all__) - {"__version__"})
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

@@ -9,9 +9,14 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PRETRAINED = re.compile(r'^[^#\n]*"smollm2-135m"', re.MULTILINE)
 BLOCKS = [
-    pytest.param(block, id=f"{page.name}:{number}")
+    pytest.param(
+        block,
+        id=f"{page.name}:{number}",
+        marks=[pytest.mark.slow] if PRETRAINED.search(block) else [],
+    )
     for page in PAGES
     for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
 ]
@@ -19,7 +24,8 @@ BLOCKS = [
 
 @pytest.mark.parametrize("block", BLOCKS)
 def test_python_blocks_run(block, tmp_path, monkeypatch):
-    monkeypatch.setenv("ATTRACTOR_CACHE", str(tmp_path))
+    if not PRETRAINED.search(block):  # that model is not fetched again
+        monkeypatch.setenv("ATTRACTOR_CACHE", str(tmp_path))
     torch.manual_seed(0)
     if "transformers" in block:
         pytest.importorskip("transformers", reason="transformers is not installed: the extra hf")
