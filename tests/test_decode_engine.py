@@ -170,6 +170,17 @@ def test_many_threads_at_once():
         assert engine.stats()["tokens_per_second"] > 0
 
 
+def test_tokens_per_second_are_those_of_the_last_seconds(monkeypatch):
+    monkeypatch.setattr("attractor.serve.decode.engine.RECENT_S", 0.2)
+    with Engine(PUBLICATION) as engine:
+        job = Job(prompt=[1, 2], max_tokens=8)
+        assert len(tokens_of(engine.submit(job))) == 8
+        until(lambda: engine.stats()["tokens_per_second"] == 0)  # they are too long ago
+        tokens_of(engine.submit(job))
+        until(lambda: engine.stats()["rows"] == 0)
+        assert sum(tokens for _, tokens in engine._tokens) <= 8  # nor is a long past kept
+
+
 def test_a_job_keeps_the_version_it_began_with():
     """Every version is another model, and every text is that of the version on its stream."""
     versions = {number: Publication(number, {"base": BASE, "x": model_of(number)}) for number in range(1, 5)}

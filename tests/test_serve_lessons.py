@@ -18,11 +18,12 @@ from attractor.continual.delta import Delta
 from attractor.continual.parts import deltas_of
 from attractor.generate import generate
 from attractor.hf.causal import CausalLM
-from attractor.serve.decode.engine import Job
+from attractor.serve.decode.engine import Job, Pin
 from attractor.serve.errors import KeyReused, Refused, Unavailable
 from attractor.serve.learning.asked import Said, asked, from_text
 from attractor.serve.learning.canaries import BasinCanaries
 from attractor.serve.learning.exchange import pack
+from attractor.serve.learning.readers import ReadingLayer
 from attractor.serve.learning.rules import Rules
 from attractor.serve.service import Service
 
@@ -142,16 +143,29 @@ def test_patches_are_written_in_place_unless_a_version_has_them_open(service: Se
     assert teacher.readers.bank is bank
 
 
-def test_texts_of_several_versions_are_read_in_one_pass(service: Service) -> None:
+def test_texts_of_several_versions_are_read_in_one_pass(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And each is what its version writes alone."""
-    prompts, alone, streams = [f"I met {name}" for name in (ANN, BOB, EVE)], [], []
+    prompts, alone, versions = [f"I met {name}" for name in (ANN, BOB, EVE)], [], []
+    jobs = [Job(prompt=list(prompt.encode()), max_tokens=30, temperature=0) for prompt in prompts]
     for name in (ANN, BOB, EVE):
         service.learn([about(name, "!")], "wiki")
         alone.append([[token for token, _ in text_of(service, p, tokens=30)[0]] for p in prompts])
-        job = [Job(prompt=list(p.encode()), max_tokens=30, temperature=0) for p in prompts]
-        streams.append([service.submit(one) for one in job])
+        versions.append(Pin())
+        versions[-1].publication = service.engine.publication
+    rows, forward = [], ReadingLayer.forward
+
+    def watched(layer: ReadingLayer, *given: Any, **options: Any) -> Any:
+        rows.append(0 if layer.radii is None else len(layer.radii))
+        return forward(layer, *given, **options)
+
+    monkeypatch.setattr(ReadingLayer, "forward", watched)
+    with service.engine._changed:  # none is begun before all are there
+        streams = [[service.submit(job, version) for job in jobs] for version in versions]
     together = [[[one.token for one in stream] for stream in row] for row in streams]
     assert together == alone
+    assert max(rows) == 9
 
 
 def test_the_bank_grows_and_a_restart_has_the_same_bits(tmp_path: Path) -> None:

@@ -456,6 +456,16 @@ def test_removed_repeated_moved_and_altered_records_are_named(small, tmp_path, s
         store.state_at()
 
 
+def test_what_sqlite_says_of_a_damaged_name_may_be_no_text(small, tmp_path):
+    folder = damaged_copy(small, "data", "lessons.db", lambda data: data, tmp_path / "copy")
+    with sqlite3.connect(folder / "lessons.db") as database:
+        database.execute("PRAGMA writable_schema = ON")
+        database.execute("UPDATE sqlite_master SET name = CAST(x'ff' AS TEXT) WHERE name = 'parts'")
+    database.close()
+    with pytest.raises(StoreDamaged, match=r"lessons\.db.*text that is none"):
+        opened(folder)
+
+
 def test_history_of_a_copy_that_went_its_own_way(small, tmp_path):
     """Every record is whole and every hash is right; it is not what was acknowledged here."""
     folder = damaged_copy(small, "data", "lessons.db", lambda data: data, tmp_path / "copy")
