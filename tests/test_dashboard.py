@@ -134,7 +134,7 @@ class TestInBrowser:
         assert all(url.startswith((place, "data:")) for url in page.requests())
 
     def test_the_playground_colours_tokens_by_path(self, browser, place):
-        page = browser.page(place)
+        page = browser.page(place, charts=False)
         page.wait(LIVE)
         page.evaluate("document.getElementById('play-tokens').value = 30")
         page.evaluate("document.getElementById('play').requestSubmit()")
@@ -149,7 +149,7 @@ class TestInBrowser:
         assert "30 tokens with v25" in seen(page, "getElementById('play-message').textContent")
 
     def test_rolling_back_and_forgetting_ask_first(self, browser, place, service):
-        page = browser.page(place)
+        page = browser.page(place, charts=False)
         page.wait(LIVE)
         page.evaluate("document.querySelector('[aria-label=\"Roll back to version 22\"]').click()")
         page.wait("document.getElementById('confirm').open")
@@ -175,7 +175,7 @@ class TestInBrowser:
     def test_an_empty_server_says_so(self, browser):
         settings = ServeSettings()
         with Running(create_app(FakeService(), settings), settings) as running:
-            page = browser.page(f"http://127.0.0.1:{running.port}/")
+            page = browser.page(f"http://127.0.0.1:{running.port}/", charts=False)
             page.wait(LIVE)
             assert "No texts yet" in seen(page, "getElementById('loss').textContent")
             assert "base alone" in seen(page, "getElementById('overlays').textContent")
@@ -184,7 +184,7 @@ class TestInBrowser:
         key = add_key(tmp_path / "keys.json", SCOPES)
         settings = ServeSettings(keys=tmp_path / "keys.json")
         with Running(create_app(filled(6), settings), settings) as running:
-            page = browser.page(f"http://127.0.0.1:{running.port}/")
+            page = browser.page(f"http://127.0.0.1:{running.port}/", charts=False)
             page.wait("document.getElementById('status-text').textContent === 'Locked'")
             assert "needs a key" in seen(page, "getElementById('banner').textContent")
             page.evaluate("document.getElementById('key-button').click()")
@@ -227,7 +227,7 @@ class TestLessonsInBrowser:
 
     @pytest.fixture
     def page(self, browser, place):
-        page = browser.page(place)
+        page = browser.page(place, charts=False)
         page.wait(LIVE)
         return page
 
@@ -300,7 +300,9 @@ class TestLessonsInBrowser:
         page.evaluate("document.getElementById('ask-model').value = 'fake:base'")
         assert question(page, "Where does Bo Lund live?") == untouched
 
-    def test_what_lessons_say_is_never_markup(self, page, service):
+    def test_what_lessons_say_is_never_markup(self, browser, place, service):
+        page = browser.page(place)
+        page.wait(LIVE)
         service.teach(HOSTILE, HOSTILE)
         page.wait("document.getElementById('forget-14') !== null")
         assert subjects(page)[0] == HOSTILE
@@ -313,7 +315,7 @@ class TestLessonsInBrowser:
     def test_a_school_without_lessons_says_so(self, browser):
         settings = ServeSettings()
         with Running(create_app(FakeSchool(), settings), settings) as running:
-            page = browser.page(f"http://127.0.0.1:{running.port}/")
+            page = browser.page(f"http://127.0.0.1:{running.port}/", charts=False)
             page.wait(LIVE)
             assert "No lessons yet" in seen(page, "getElementById('lessons-list').textContent")
 
@@ -321,7 +323,7 @@ class TestLessonsInBrowser:
         key = add_key(tmp_path / "keys.json", ["monitor", "generate"])
         settings = ServeSettings(keys=tmp_path / "keys.json")
         with Running(create_app(service, settings), settings) as running:
-            page = browser.page(f"http://127.0.0.1:{running.port}/")
+            page = browser.page(f"http://127.0.0.1:{running.port}/", charts=False)
             page.evaluate(f"sessionStorage.setItem('attractor-key', '{key}')")
             page.wait(LIVE)
             assert "needs a key with the scope" in seen(page, "getElementById('lessons-list').textContent")
