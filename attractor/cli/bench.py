@@ -37,7 +37,8 @@ class BenchLayer:
             bench.sweep_sizes() if self.sweep else bench.SIZES if device.type == "cuda" else bench.SIZES[:1]
         )
         results = bench.bench_layer(sizes, device, bench.DTYPES[dtype], print, self.rounds)
-        _write(self.json, "bench layer", {"dtype": dtype, "rounds": self.rounds}, results=results)
+        experiment = "bench layer --sweep" if self.sweep else "bench layer"
+        _write(self.json, experiment, {"dtype": dtype, "rounds": self.rounds}, results=results)
 
 
 @dataclass(kw_only=True)

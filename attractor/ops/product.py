@@ -20,11 +20,9 @@ from attractor.ops.reference import APNOutput
 
 MOST_RANK, MOST_ACTIVE = 64, 16
 """Up to here the kernels hold what they need in registers."""
-MOST_ROWS = 64
-"""So large may codebooks be on a GPU: up to here choices and gradients matched float64. With 256 rows an
-earlier `route_pairs` chose other patches in each of two runs on an H200; `kernels.lengths` says why. Until
-benchmarks/product_check.py has shown equal runs with more rows on a GPU, the plain path runs there: then
-this may be 1024."""
+MOST_ROWS = 1024
+"""So large may codebooks be on a GPU: up to here benchmarks/product_check.py found the choices of float64 and
+the same bits in every run."""
 FEW_TOKENS, FEW_ROWS = 64, 4096
 """Up to here, without gradients, a token and a few rows of a codebook have a program of their own."""
 TRIED: dict[str, int] = {}
