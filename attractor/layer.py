@@ -374,6 +374,20 @@ class APN(nn.Module):
         """Prototypes, or the codebooks they are pairs from, and the projection of contextual ones."""
         return self.parameters_of("prototypes", "router")
 
+    @property
+    def adds(self) -> Tensor:
+        """(K) For each patch, whether its decoder adds anything: a patch of zeros is chosen and does nothing.
+
+        >>> layer = APN(8, num_patches=4, top_k=1, rank=1)
+        >>> with torch.no_grad():
+        ...     layer.decoder[:2] = 0
+        >>> layer.adds.tolist()
+        [False, False, True, True]
+        """
+        if self.decoder is None:
+            raise ValueError("shared decoders belong to no patch: this needs decoder='independent'")
+        return (self.decoder.detach() != 0).flatten(1).any(1)
+
     @torch.no_grad()
     def represent(self, x: Tensor) -> Tensor:
         """What the router compares with prototypes: tokens (..., dim) as unit vectors (n, prototype width).

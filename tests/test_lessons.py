@@ -580,6 +580,7 @@ class TestCalibration:
         with torch.no_grad():
             layer.prototypes[-1] = calibration.held_out[3, 5].float()
             layer.radius[-1] = 0.999
+            layer.decoder[-1] = 1
         touched = calibration.touched(layer)
         count = len(calibration.held_out)
         assert touched.windows == pytest.approx(1 / count)

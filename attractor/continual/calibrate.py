@@ -128,13 +128,13 @@ class Calibration:
     def touched(self, layer: APN) -> Touched:
         """What the basins of a layer do to background that neither they nor the whitening were chosen by."""
         assert layer.radius is not None
-        prototypes = ops.unit(layer.prototypes.float())
-        inside = torch.stack(
-            [
-                (window.to(prototypes) @ prototypes.T > layer.radius.float()).any(1).float().mean()
-                for window in self.held_out
-            ]
-        )
+        prototypes, radius, adds = ops.unit(layer.prototypes.float()), layer.radius.float(), layer.adds
+
+        def share(window: Tensor) -> Tensor:
+            depth, patch = (window.to(prototypes) @ prototypes.T - radius).topk(layer.config.top_k)
+            return ((depth > 0) & adds[patch]).any(1).float().mean()
+
+        inside = torch.stack([share(window) for window in self.held_out])
         count, hit = len(inside), int((inside > 0).sum())
         return Touched(inside.mean().item(), hit / count, clopper_pearson(hit, count))
 

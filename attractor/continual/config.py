@@ -249,6 +249,11 @@ class LessonConfig(JSONConfig):
     """No further prototype once every context has this cosine with one."""
     radius: float = 0.65
     """The least radius; a lesson's own is larger where background or an earlier lesson comes close."""
+    strangers: int = 32
+    """About so many texts name somebody else in the subject's place: what resembles the subject there and is
+    not it gets patches that add nothing. 0: somebody of the same last name may be taken for the subject."""
+    apart: float = 0.6
+    """Where such a patch takes over: from the mean of strangers, 0, to that of the subject, 1."""
     room: float = 0.02
     """How far basins stay away from background, and from prototypes of other lessons."""
     contexts: int = 8
@@ -268,7 +273,7 @@ class LessonConfig(JSONConfig):
     def __post_init__(self) -> None:
         for name in ("passes", "prototypes", "most", "contexts", "rows"):
             check_size(name, getattr(self, name))
-        for name in ("after", "mention"):
+        for name in ("after", "mention", "strangers"):
             check_number(
                 name, getattr(self, name), "0 or more", lambda value: value >= 0 and value == int(value)
             )
@@ -277,5 +282,5 @@ class LessonConfig(JSONConfig):
             check_number(name, getattr(self, name), "0 or more", lambda value: value >= 0)
         for name in ("momentum", "decay"):
             check_number(name, getattr(self, name), "0 or more, below 1", lambda value: 0 <= value < 1)
-        for name in ("cover", "radius", "room"):
+        for name in ("cover", "radius", "room", "apart"):
             check_number(name, getattr(self, name), "between 0 and 1", lambda value: 0 <= value <= 1)

@@ -32,6 +32,22 @@ MENTIONS = (
 )
 """Sentences that name a subject and ask nothing: there the model is to go on as before."""
 
+STRANGERS = (
+    "Anna",
+    "Robert",
+    "Priya",
+    "Gorlan",
+    "Telvia",
+    "Mikko",
+    "Ashdor",
+    "Beatriz",
+    "Kwame",
+    "Zennith",
+    "Oswin",
+    "Ruvela",
+)
+"""First words, real and invented, that make another name out of a subject of several words."""
+
 
 def framed(prompt: str, turn: int, place: int, frames: Sequence[str] = FRAMES) -> tuple[str, int]:
     """What stands before the answer of form number `place` in turn number `turn`: the prompt in the first.

@@ -36,7 +36,7 @@ from attractor.continual.forms import (
     not_contradicted,
     shared_subject,
 )
-from attractor.continual.placing import Placed, Taken, place
+from attractor.continual.placing import Placed, Taken, place, silent
 from attractor.continual.reading import Batch, Halves, Reading, Whole
 from attractor.layer import APN, PATCH_ROLES, ROLES
 
@@ -162,16 +162,19 @@ class Lessons:
         texts = self.reading.texts([forms + taken_in[n] for n, forms in enumerate(taught)], names)
         turns = [list(self.reading.batches(turn)) for turn in texts]
         keys, plain, before = self._look(turns, len(taught))
+        taken = self._taken()
         placed = place(
             keys,
-            self._taken(),
+            taken,
             self.calibration.nearest,
             [None if old is None else old.number for old in overridden],
             self.config,
         )
-        patches, lesson_of = self._open(placed), placed.lesson
+        beside = silent(placed, keys, self._strangers(taught, names), taken, self.config)
+        lesson_of = placed.lesson + beside.lesson
+        patches = self._open([placed, beside])
         try:
-            passes = self._train(turns, patches, lesson_of, report)
+            passes = self._train(turns, patches[: len(placed.lesson)], placed.lesson, report)
             after = self._known(turns[0], len(taught))
         except BaseException:
             self._close(patches)  # nothing happened
@@ -227,8 +230,12 @@ class Lessons:
         )
         with self._inputs() as seen:
             self.model(tokens)
-        indices = self.layer(seen[0], return_stats=True)[1].indices.flatten().tolist()
-        return [None if patch < 0 else self.owners[patch] for patch in indices]
+        indices = self.layer(seen[0], return_stats=True)[1].indices.flatten()
+        acts = (indices >= 0) & self.layer.adds[indices.clamp(min=0)]
+        return [
+            self.owners[patch] if is_acting else None
+            for patch, is_acting in zip(indices.tolist(), acts.tolist(), strict=True)
+        ]
 
     def describe(self) -> dict[str, Any]:
         """All that is known of the lessons but tensors, for JSON; `restore` takes it back."""
@@ -362,6 +369,21 @@ class Lessons:
         first = [own[:count] for own, count in zip(keys, plain, strict=True)]
         return keys, first, self._known(turns[0], lessons)
 
+    @torch.no_grad()
+    def _strangers(self, lessons: Sequence[Sequence[tuple[str, str]]], names: Sequence[str]) -> list[Tensor]:
+        """The directions of what resembles each lesson's subject."""
+        empty = self.layer.prototypes.new_empty(0, self.layer.prototypes.shape[1])
+        found: list[list[Tensor]] = [[empty] for _ in names]
+        texts = self.reading.strangers(lessons, names) if self.config.strangers else []
+        for batch in self.reading.batches(texts):
+            given = self._given(batch)
+            states = given.reshape(len(batch.texts), -1, given.shape[-1])
+            last = [text.keys[0] for text in batch.texts]
+            keys = self.layer.represent(states[range(len(last)), last].to(self.layer.encoder.dtype))
+            for text, key in zip(batch.texts, keys, strict=True):
+                found[text.lesson].append(key[None])
+        return [torch.cat(own) for own in found]
+
     def _given(self, batch: Batch) -> Tensor:
         """What the layer is given for a batch: the lower half may have it already."""
         read: Tensor | None = getattr(batch.state, "read", None)
@@ -385,6 +407,7 @@ class Lessons:
             prototypes=ops.unit(layer.prototypes[patches].float()),
             radius=layer.radius[patches].float(),
             owner=torch.tensor([self.owners[patch] for patch in patches], dtype=torch.long, device=device),
+            acts=layer.adds[patches],
             keys=torch.cat([empty[0], *(own.keys for own in kept.values())]).float(),
             depth=torch.cat([empty[1], *(own.depth for own in kept.values())]).float(),
             key_owner=torch.tensor(
@@ -393,13 +416,13 @@ class Lessons:
         )
 
     @torch.no_grad()
-    def _open(self, placed: Placed) -> list[int]:
+    def _open(self, placed: Sequence[Placed]) -> list[int]:
         """Patches with these basins, and decoders of zero."""
         layer = self.layer
         assert layer.radius is not None
-        patches = self._free(len(placed.lesson))
-        layer.prototypes[patches] = placed.prototypes.to(layer.prototypes.dtype)
-        layer.radius[patches] = placed.radius.to(layer.radius.dtype)
+        patches = self._free(sum(len(part.lesson) for part in placed))
+        layer.prototypes[patches] = torch.cat([part.prototypes for part in placed]).to(layer.prototypes.dtype)
+        layer.radius[patches] = torch.cat([part.radius for part in placed]).to(layer.radius.dtype)
         return patches
 
     def _free(self, count: int) -> list[int]:

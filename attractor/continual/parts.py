@@ -20,6 +20,7 @@ from attractor.continual.delta import Delta, copied, rows_of
 from attractor.continual.lessons import Contexts, Lesson, Lessons, as_tuples
 
 ABOUT, VECTOR, CONTEXTS = "about", "vector", "contexts/"
+SILENT = "silent"  # of its patches, those that add nothing; lessons of earlier releases have none
 
 
 def patches_of(lessons: Lessons, numbers: Iterable[int]) -> dict[int, list[int]]:
@@ -41,16 +42,19 @@ def deltas_of(lessons: Lessons, numbers: Iterable[int]) -> dict[int, Delta]:
 
 @torch.no_grad()
 def _delta(lessons: Lessons, number: int, patches: Tensor) -> Delta:
-    """The patches of a lesson share one vector, which is kept once."""
+    """The patches of a lesson that add something share one vector, which is kept once."""
     layer = lessons.layer
     assert layer.decoder is not None
     assert layer.radius is not None
     decoder = layer.decoder[patches.to(layer.decoder.device), 0]
-    assert bool((decoder == decoder[0]).all()), "a lesson has one vector"
+    silent = (decoder == 0).all(1)
+    vector = decoder[int(silent.int().argmin())]  # of the first that adds something
+    assert bool((decoder[~silent] == vector).all()), "a lesson has one vector"
     words = json.dumps(dataclasses.asdict(lessons.lessons[number])).encode()
     whole = {
         ABOUT: torch.frombuffer(bytearray(words), dtype=torch.uint8),
-        VECTOR: copied(decoder[0]),
+        VECTOR: copied(vector),
+        SILENT: copied(silent),
         **{f"{CONTEXTS}{name}": copied(x) for name, x in vars(lessons.contexts[number]).items()},
     }
     return Delta(
@@ -92,7 +96,7 @@ def check_fit(lessons: Lessons, delta: Delta) -> None:
     width, dim = layer.prototypes.shape[1], layer.decoder.shape[-1]
     number = lesson_in(delta).number
     names = {ABOUT, VECTOR, *(f"{CONTEXTS}{field.name}" for field in dataclasses.fields(Contexts))}
-    if set(delta.rows) != {"prototypes", "radius"} or set(delta.whole) != names:
+    if set(delta.rows) != {"prototypes", "radius"} or set(delta.whole) - {SILENT} != names:
         raise ValueError(f"lesson {number} has {sorted({*delta.rows, *delta.whole})}, which is no lesson")
     prototypes, radius = (delta.rows[name][1] for name in ("prototypes", "radius"))
     keys, depth = (delta.whole[f"{CONTEXTS}{name}"] for name in ("keys", "depth"))
@@ -102,6 +106,8 @@ def check_fit(lessons: Lessons, delta: Delta) -> None:
         "vector": (delta.whole[VECTOR], (dim,), layer.decoder.dtype),
         "contexts": (keys, (len(depth), width), torch.float16),
     }
+    if SILENT in delta.whole:
+        shapes[SILENT] = (delta.whole[SILENT], (len(radius),), torch.bool)
     for name, (tensor, shape, dtype) in shapes.items():
         if tensor.shape != shape or tensor.dtype != dtype:
             raise ValueError(
@@ -134,6 +140,8 @@ def put_in(lessons: Lessons, deltas: Iterable[Delta]) -> None:
         layer.prototypes[numbers] = delta.rows["prototypes"][1].to(device)
         layer.radius[numbers] = delta.rows["radius"][1].to(device)
         layer.decoder[numbers, 0] = delta.whole[VECTOR].to(device)
+        if SILENT in delta.whole:
+            layer.decoder[numbers[delta.whole[SILENT].to(device)]] = 0
         for patch in numbers.tolist():
             lessons.owners[patch] = lesson.number
         own: dict[str, Any] = {

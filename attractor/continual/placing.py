@@ -7,6 +7,10 @@ A subject looks different in every context, and subjects that share their last w
 begins with a few prototypes that are spread out, and gets another one wherever a context of its own would be
 taken for another lesson's, as in the condensed nearest neighbour rule (Hart, 1968). Its radii leave alone
 what background text and earlier lessons have.
+
+No radius tells somebody else of the same last name from the subject, but competition does: beside each basin
+lies a silent one, turned a little towards such strangers. It adds nothing, and is the deeper one where a
+token is more like them. What is silent can only make lessons act on less.
 """
 
 import dataclasses
@@ -18,6 +22,9 @@ from torch import Tensor
 from attractor import ops
 from attractor.continual.config import LessonConfig
 
+TURN = 0.1
+"""So far the prototypes of silent basins turn towards strangers: little, so that one takes over from the
+basin beside it and from hardly any other."""
 CLOSE = 1e-3
 """A context counts as recognised if its own basin is deeper than every other by this much. So much deeper are
 basins that take the place of others."""
@@ -30,9 +37,19 @@ class Taken:
     prototypes: Tensor  # (p, m) unit vectors
     radius: Tensor  # (p)
     owner: Tensor  # (p) the number of the lesson
+    acts: Tensor  # (p) whether anything is added there; if not, nothing needs protection
     keys: Tensor  # (n, m) contexts
     depth: Tensor  # (n) by how much the nearest own prototype exceeds its radius there
     key_owner: Tensor  # (n)
+
+    def points(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What must stay with earlier lessons, how deep it lies in their basins, and whose it is."""
+        acts = self.acts
+        return (
+            torch.cat([self.prototypes[acts], self.keys]),
+            torch.cat([1 - self.radius[acts], self.depth.clamp(min=0)]),
+            torch.cat([self.owner[acts], self.key_owner]),
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +84,7 @@ def place(
     whose = torch.tensor([number for number, own in enumerate(keys) for _ in own], device=device)
     first = torch.cat([whose.new_zeros(1), torch.bincount(whose).cumsum(0)]).tolist()
     replaced = torch.tensor([-1 if number is None else number for number in replaces], device=device)
-    points = torch.cat([taken.prototypes, taken.keys])  # what must stay with earlier lessons, and how deep
-    depth = torch.cat([1 - taken.radius, taken.depth.clamp(min=0)])
-    point_owner = torch.cat([taken.owner, taken.key_owner])
+    points, depth, point_owner = taken.points()
 
     def radii(contexts: list[int]) -> Tensor:
         """The radius of a prototype at each of these contexts."""
@@ -111,12 +126,51 @@ def place(
         chosen += more
 
 
+@torch.no_grad()
+def silent(
+    placed: Placed, keys: Sequence[Tensor], strangers: Sequence[Tensor], taken: Taken, config: LessonConfig
+) -> Placed:
+    """Basins in which nothing is added, one beside each of the new ones, where strangers are known.
+
+    `strangers` are directions (n, m) of what resembles each subject and is not it. With w the direction from
+    their mean to that of the subject's own contexts, the basin (p, r) gets a silent neighbour of prototype
+    q = unit(p - TURN w). It is the deeper one where x (q - p) exceeds the difference of their radii, which
+    lies at `config.apart` between the means; but it stays shallower than the lesson itself in every context
+    of its own, and than other lessons in theirs.
+    """
+    points, depth, _ = taken.points()
+    own_depth = [placed.depth(own, number) for number, own in enumerate(keys)]
+    points, depth = torch.cat([points, *keys]), torch.cat([depth, *own_depth])
+    owner = torch.tensor(placed.lesson, device=points.device)
+    found = Placed(points[:0], depth[:0], [])
+    for number, (own, seen) in enumerate(zip(keys, strangers, strict=True)):
+        if not len(seen):
+            continue
+        prototypes, radius = placed.prototypes[owner == number], placed.radius[owner == number]
+        away = ops.unit(own.mean(0, keepdim=True) - seen.mean(0, keepdim=True))
+        turned = ops.unit(prototypes - TURN * away)
+        ahead = own @ (turned - prototypes).T  # of the basin beside it, if their radii were the same
+        inside = (own @ prototypes.T > radius).float()
+        count = inside.sum(0)
+        inner = torch.where(count > 0, (ahead * inside).sum(0) / count.clamp(min=1), ahead.mean(0))
+        outer = (seen @ (turned - prototypes).T).mean(0)
+        edges = radius + config.apart * inner + (1 - config.apart) * outer
+        edges = torch.maximum(edges, (points @ turned.T - depth[:, None]).amax(0) + 2 * CLOSE)
+        useful = edges < 1
+        found = Placed(
+            torch.cat([found.prototypes, turned[useful]]),
+            torch.cat([found.radius, edges[useful]]),
+            found.lesson + [number] * int(useful.sum()),
+        )
+    return found
+
+
 def deeper(placed: Placed, taken: Taken, replaces: Sequence[int | None]) -> Placed:
     """The same, and the basins of replaced lessons, a little deeper: there the newer lesson acts."""
     prototypes, radius, lesson = [placed.prototypes], [placed.radius], list(placed.lesson)
     for number, old in enumerate(replaces):
         if old is not None:
-            theirs = taken.owner == old
+            theirs = (taken.owner == old) & taken.acts
             prototypes.append(taken.prototypes[theirs])
             radius.append(taken.radius[theirs] - CLOSE)
             lesson += [number] * int(theirs.sum())

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from attractor.continual.config import LessonConfig
-from attractor.continual.forms import FRAMES, MENTIONS, framed
+from attractor.continual.forms import FRAMES, MENTIONS, STRANGERS, framed
 
 FEW = 64
 """So many tokens of padding cost less than a batch of its own."""
@@ -35,6 +35,9 @@ class Halves(Protocol):
 
     def write(self, texts: Sequence[list[int]], count: int) -> list[list[int]]:
         """The likeliest `count` tokens that the model would write after each of these texts."""
+
+    def similar(self, token: int, count: int) -> list[int]:
+        """The tokens that the model takes for most alike with one; none if that is not known."""
 
 
 class Whole:
@@ -60,6 +63,9 @@ class Whole:
             for more, token in zip(written, chosen.tolist(), strict=True):
                 more.append(token)
         return written
+
+    def similar(self, token: int, count: int) -> list[int]:
+        return []
 
 
 @dataclasses.dataclass
@@ -92,6 +98,11 @@ def graded(texts: Sequence[Text]) -> list[tuple[int, int, int, bool, int]]:
         for row, text in enumerate(texts)
         for place in range(text.answer.start - text.repeated, len(text.tokens))
     ]
+
+
+def variants(name: str) -> set[str]:
+    """The same name, written in other ways."""
+    return {name, name.lower(), name.upper(), name.capitalize()}
 
 
 def padded(texts: Sequence[list[int]]) -> Tensor:
@@ -209,6 +220,44 @@ class Reading:
         for text, more in zip(texts, self._continued(texts, self.config.mention), strict=True):
             text.tokens += more
         return texts
+
+    def strangers(self, lessons: Sequence[Sequence[tuple[str, str]]], subjects: Sequence[str]) -> list[Text]:
+        """The forms up to their subjects, with something else in the subject's place that resembles it."""
+        texts = []
+        for number, (forms, name) in enumerate(zip(lessons, subjects, strict=True)):
+            each = -(-self.config.strangers // len(forms))
+            for place, (prompt, answer) in enumerate(forms):
+                for count in range(each):
+                    turn = (place + count * self.config.contexts // each) % self.config.contexts
+                    text = framed(prompt, turn, place, self.frames)[0] + answer
+                    start = text.find(name)
+                    other = place * each + count
+                    tokens = self._other(text[:start], name, other) if start >= 0 else []
+                    if len(tokens) > 1:
+                        last = len(tokens) - 1
+                        texts.append(Text(number, tokens, range(last, last + 1), [last]))
+        return texts
+
+    def _other(self, before: str, name: str, number: int) -> list[int]:
+        """Tokens up to another name: with another first word, or if it has but one, another first token."""
+        first, *rest = name.split(" ")
+        if rest:
+            others = [word for word in STRANGERS if word != first]
+            return self._tokens(" ".join([before + others[number % len(others)], *rest]))
+        tokens, start = self._tokens(before + name), self._tokens(before)
+        if tokens[: len(start)] != start:  # a space belongs to the token that follows
+            start = self._tokens(before.rstrip(" "))
+        place = len(start)
+        if place >= len(tokens):
+            return []
+        spelled = {self._tokens(f"{gap}{form}")[0] for form in variants(name) for gap in ("", " ")}
+        alike = [
+            token for token in self.halves.similar(tokens[place], 2 * len(STRANGERS)) if token not in spelled
+        ]
+        if not alike:
+            return []
+        tokens[place] = alike[number % min(len(alike), len(STRANGERS))]
+        return tokens
 
     @torch.no_grad()
     def _continued(self, texts: Sequence[Text], count: int) -> list[list[int]]:

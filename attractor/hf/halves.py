@@ -42,6 +42,7 @@ class Halves:
         self.net, self.name = net, name
         self.lower = blocks_below(net.model, net.sites[number].place.name)
         self.source = net.sites[net.sources[name]] if name in net.sources else None
+        self._alike: dict[tuple[int, int], list[int]] = {}
 
     @torch.no_grad()
     def below(self, tokens: Tensor) -> Below:
@@ -95,6 +96,16 @@ class Halves:
         """The likeliest `count` tokens that the base would write after each of these texts."""
         with self.net.using(None):
             return likeliest(self.net.model, texts, count)
+
+    def similar(self, token: int, count: int) -> list[int]:
+        """The tokens whose embeddings are most like one's, without itself."""
+        if (token, count) not in self._alike:
+            table = self.net.model.get_input_embeddings().weight.detach().float()
+            table = table - table.mean(0)
+            found = nn.functional.cosine_similarity(table, table[token], dim=1)
+            nearest = found.topk(min(count + 1, len(table))).indices.tolist()
+            self._alike[token, count] = [other for other in nearest if other != token][:count]
+        return self._alike[token, count]
 
     @contextmanager
     def _skipping(self, state: Below) -> Iterator[None]:
