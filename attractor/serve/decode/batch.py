@@ -17,9 +17,10 @@ from torch import Tensor
 from attractor.continual.guard import log_probabilities
 from attractor.generate import candidates
 from attractor.model import RaggedCache
+from attractor.serve.decode.fixed import FixedRows
 from attractor.serve.decode.mixture import Evidence
 from attractor.serve.decode.sequences import GeneratedToken, PathCache, Sequence
-from attractor.serve.decode.touches import Found, Touch, read_together
+from attractor.serve.decode.touches import Found, Touch, read_together, rows_for
 
 log = logging.getLogger("attractor")
 
@@ -28,7 +29,7 @@ class ModelBatch:
     """The sequences that read in one pass, as rows of one cache: their models are of one group."""
 
     def __init__(self) -> None:
-        self.shared: RaggedCache | None = None
+        self.shared: RaggedCache | FixedRows | None = None
         self.rows: list[PathCache] = []
         self.logits: Tensor | None = None  # (B, V) of this step
 
@@ -45,11 +46,14 @@ class ModelBatch:
         assert cache.logits is not None
         logits = cache.logits[None]
         if self.shared is None:
-            self.shared, self.logits = cache.own, logits
+            self.shared = rows_for(cache.model)
+            self.logits = logits[:0]
+        assert self.logits is not None, "sequences are added within a step"
+        if self.shared is None:
+            self.shared = cache.own
         else:
-            assert self.logits is not None, "sequences are added within a step"
             self.shared.add(cache.own)
-            self.logits = torch.cat([self.logits, logits])
+        self.logits = torch.cat([self.logits, logits])
         cache.row, cache.own, cache.logits = len(self.rows), None, None
         self.rows.append(cache)
 

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections import abc, deque
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -82,6 +83,14 @@ class Task:
     sequence: Sequence | None = None
     reading: abc.Iterator[None] | None = None
     generated: int = 0
+
+
+def stream_of_its_own(device: torch.device) -> AbstractContextManager[Any]:
+    """On a GPU the texts go before what is learned, and neither waits for the other."""
+    if device.type != "cuda":
+        return nullcontext()
+    torch.cuda.synchronize(device)  # what the readers share was made on another stream
+    return torch.cuda.stream(torch.cuda.Stream(device, priority=-1))
 
 
 class Engine:
@@ -189,8 +198,9 @@ class Engine:
         if self.threads is not None:
             torch.set_num_threads(self.threads)  # of this thread alone
         try:
-            while self._has_work():
-                self._turn()
+            with stream_of_its_own(self._batch.device):
+                while self._has_work():
+                    self._turn()
             finish = "cancelled"
         finally:  # whatever happened, no reader may wait for ever
             with self._changed:
