@@ -172,7 +172,8 @@ class Batch:
 
     def _read(self) -> None:
         """Every path that is awake reads the last token; those that must wake read what they missed."""
-        begins = self.evidence.count(self.logprobs)
+        alone = self._all_alone()
+        begins = None if alone else self.evidence.count(self.logprobs)
         last = torch.tensor([sequence.text[-1] for sequence in self.sequences], device=self.device)
         _, columns = self._rows()
         models = list(self.models.values())
@@ -191,9 +192,14 @@ class Batch:
                         self._fail(sequence, error)
         for sequence in self.sequences:
             sequence.length += 1
-        self.evidence.predicted += 1
-        if self._some_rest():
-            self._wake(begins)
+        if begins is not None:
+            self.evidence.predicted += 1
+            if self._some_rest():
+                self._wake(begins)
+
+    def _all_alone(self) -> bool:
+        """Whether every text has one path, whose share is all: no evidence has to be counted."""
+        return all(len(sequence.caches) == 1 for sequence in self.sequences)
 
     def _note_touches(self, columns: list[int], found: Found) -> None:
         for column, touches in zip(columns, found, strict=True):
@@ -256,6 +262,8 @@ class Batch:
         predictions = log_probabilities(torch.cat(logits))  # (N, V)
         for model in self.models.values():
             model.logits = None
+        if self._all_alone():
+            return self._write_alone(predictions[columns.argsort()])
         log_weights = self.evidence.log_weights()
         mixture = self.evidence.mixed(
             predictions, log_weights[paths, columns], columns, some_rest=self._some_rest()
@@ -272,6 +280,19 @@ class Batch:
             sequence.text.append(token)
             named = dict(zip(sequence.names, share, strict=False))
             generated.append((sequence, GeneratedToken(token, logprob, named, tuple(sequence.touched))))
+            sequence.touched = []
+        return generated
+
+    def _write_alone(self, predictions: Tensor) -> list[tuple[Sequence, GeneratedToken]]:
+        """Draw from predictions (B, V) of one path for each text."""
+        tokens = self._draw(predictions)
+        self.logprobs = predictions.new_zeros(self.evidence.prior.shape, dtype=torch.float64)
+        drawn = predictions.gather(1, torch.tensor(tokens, device=self.device)[:, None])[:, 0].tolist()
+        generated = []
+        for sequence, token, logprob in zip(self.sequences, tokens, drawn, strict=True):
+            sequence.text.append(token)
+            shares = {sequence.names[0]: 1.0}
+            generated.append((sequence, GeneratedToken(token, logprob, shares, tuple(sequence.touched))))
             sequence.touched = []
         return generated
 

@@ -9,6 +9,7 @@ engine.close(drain_s=10)
 """
 
 import logging
+import sys
 import threading
 import time
 from collections import abc, deque
@@ -36,6 +37,8 @@ from attractor.serve.errors import Busy
 log = logging.getLogger("attractor")
 
 RECENT_S = 10.0  # "tokens per second" is the rate of so many seconds
+PATIENCE_S = 0.001
+"""So long may another thread keep Python to itself while a text waits; Python's 5 ms are several tokens."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,7 @@ class Engine:
         self._batch = Batch(publication.device)
         self._to_read: deque[Task] = deque()  # the first of them is reading
         self._tasks: dict[Sequence, Task] = {}
+        sys.setswitchinterval(min(sys.getswitchinterval(), PATIENCE_S))
         self._thread = threading.Thread(target=self._run, name="attractor-engine", daemon=True)
         self._thread.start()
 

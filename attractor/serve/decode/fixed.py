@@ -87,6 +87,7 @@ class FixedRows:
         row, length = len(self.lengths), other.length
         self.passes.make_room(row + 1, length + 1)
         assert self.passes.memory is not None
+        self.passes.memory[:, :, row, :, length:] = 0  # the text that was here before may have left NaN
         for own, pair in zip(self.passes.memory, other.layers, strict=True):
             for mine, new in zip(own, pair, strict=True):
                 mine[row, :, :length] = new[0, :, other.first : other.end]
@@ -212,6 +213,8 @@ class FixedPasses:
         """Logits (1, T, V) for the first tokens (1, T) of a text, whose cache is empty."""
         count = tokens.shape[1]
         self.make_room(1, few_steps(count))
+        assert self.memory is not None
+        self.memory[:, :, 0] = 0  # as in a batch
         done = self._run(models, tokens, torch.zeros(1, dtype=torch.long, device=self.device))
         self.fill(cache, 0, count)
         return done.logits[:1, :count].clone(), self._found(models, done, tokens)

@@ -186,10 +186,12 @@ def read_fixed(
 class Readers:
     """One copy of a model's modules for all readers; the weights of the base are shared with the writer.
 
-    With `fixed` shapes, passes are CUDA graphs (default: on a GPU).
+    On a GPU, and where `fixed` says so, passes have fixed shapes.
     """
 
-    def __init__(self, model: CausalLM, owners: Sequence[int], *, fixed: bool | None = None) -> None:
+    fixed = False
+
+    def __init__(self, model: CausalLM, owners: Sequence[int]) -> None:
         (number, layer), *_ = model.apn_layers().items()
         self.with_lessons = cast(CausalLM, reading_copy(model))
         self.layer = reading_layer(layer)
@@ -199,7 +201,7 @@ class Readers:
         self.base = ReadingBase(net, None, context=model.config.context)
         self.bank = Bank(layer, owners)
         self.pool: Pool | None = None
-        if model.device.type == "cuda" if fixed is None else fixed:
+        if self.fixed or model.device.type == "cuda":
             self.pool, self.base.pool = Pool(self.with_lessons, self.layer), Pool(self.base)
 
     def after(self, layer: APN, owners: Sequence[int], patches: Sequence[int]) -> "Version":
