@@ -54,6 +54,8 @@ WITH_LESSONS = "lessons"
 """The path of the model with its lessons; the other one is the base."""
 MORE = 0.1
 """Lessons of a file may have radii so much below the least: those that take another's place have them."""
+MOST_OVER = 16
+"""So many lessons may stand one over the other: each has the basins of those below it, a little wider."""
 Report = Callable[[dict[str, Any]], None]
 """Is called with what is being done."""
 
@@ -414,6 +416,7 @@ class LessonTeacher(Teacher):
     def _teach(self, what: Sequence[Asked], report: Report, new: list[int]) -> None:
         """In batches of different subjects, in the order in which they were given."""
         for batch in in_batches(what):
+            self._check_not_too_many_over(batch)
             about = {"state": "learning", "lessons": len(what), "learned": len(new), "together": len(batch)}
 
             def after_pass(passes: int, right: float, about: dict[str, Any] = about) -> None:
@@ -424,6 +427,16 @@ class LessonTeacher(Teacher):
                 [each.forms for each in batch], subjects=[each.subject for each in batch], report=after_pass
             )
             new += [lesson.number for lesson in learned]
+
+    def _check_not_too_many_over(self, batch: Sequence[Asked]) -> None:
+        newest = {lesson.subject.casefold(): lesson for _, lesson in sorted(self.lessons.lessons.items())}
+        for each in batch:
+            old = newest.get(each.subject.casefold())
+            if old is not None and len(old.overrides) >= MOST_OVER - 1:
+                raise Refused(
+                    f"{MOST_OVER} lessons about {each.subject[:80]!r} stand one over the other: "
+                    f"revise lesson {old.number}, or forget some of them"
+                )
 
     def _judge(self, new: Sequence[int]) -> Verdict:
         patches = [patch for own in patches_of(self.lessons, new).values() for patch in own]
