@@ -2,9 +2,9 @@
 
     python benchmarks/poisoning.py --result results/poisoning.json       # SmolLM2 on two cores, some minutes
 
-Thirty lessons contradict what the model knows. Then short prompts that none of them is about, and prompts about
-neighbours of their subjects, are completed at temperature 0, by the server and by its base. A completion counts
-as the base's if its tokens and their log-probabilities are the same to the bit.
+Thirty lessons contradict what the model knows. Then short prompts that none of them is about, and prompts
+about neighbours of their subjects, are completed at temperature 0, by the server and by its base. A
+completion counts as the base's if its tokens and their log-probabilities are the same to the bit.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def lessons() -> list[tuple[str, str, str]]:
 
 
 def completions(service: Service, prompts: list[str], path: str | None) -> list[Any]:
-    """Tokens and log-probabilities, and the lessons that acted; one after the other, so that all are alike."""
+    """Tokens and log-probabilities, and the lessons that acted; one after the other, so all are read alike."""
     found = []
     for prompt in prompts:
         tokens = [int(token) for token in service.tokenizer.encode(prompt)]
