@@ -44,7 +44,7 @@ def lessons() -> list[tuple[str, str, str]]:
 
 
 def completions(service: Service, prompts: list[str], path: str | None) -> list[Any]:
-    """Tokens and log-probabilities, and the lessons that acted; one after the other, so all are read alike."""
+    """Tokens, log-probabilities, and the lessons that acted; one by one, so that all are read alike."""
     found = []
     for prompt in prompts:
         tokens = [int(token) for token in service.tokenizer.encode(prompt)]
