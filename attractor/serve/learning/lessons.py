@@ -416,7 +416,6 @@ class LessonTeacher(Teacher):
     def _teach(self, what: Sequence[Asked], report: Report, new: list[int]) -> None:
         """In batches of different subjects, in the order in which they were given."""
         for batch in in_batches(what):
-            self._check_not_too_many_over(batch)
             about = {"state": "learning", "lessons": len(what), "learned": len(new), "together": len(batch)}
 
             def after_pass(passes: int, right: float, about: dict[str, Any] = about) -> None:
@@ -427,16 +426,12 @@ class LessonTeacher(Teacher):
                 [each.forms for each in batch], subjects=[each.subject for each in batch], report=after_pass
             )
             new += [lesson.number for lesson in learned]
-
-    def _check_not_too_many_over(self, batch: Sequence[Asked]) -> None:
-        newest = {lesson.subject.casefold(): lesson for _, lesson in sorted(self.lessons.lessons.items())}
-        for each in batch:
-            old = newest.get(each.subject.casefold())
-            if old is not None and len(old.overrides) >= MOST_OVER - 1:
-                raise Refused(
-                    f"{MOST_OVER} lessons about {each.subject[:80]!r} stand one over the other: "
-                    f"revise lesson {old.number}, or forget some of them"
-                )
+            for lesson in learned:
+                if len(lesson.overrides) >= MOST_OVER:
+                    raise Refused(
+                        f"{MOST_OVER} lessons about {lesson.subject[:80]!r} stand one over the other: revise "
+                        f"lesson {lesson.overrides[-1]}, or forget some of them"
+                    )
 
     def _judge(self, new: Sequence[int]) -> Verdict:
         patches = [patch for own in patches_of(self.lessons, new).values() for patch in own]
@@ -566,13 +561,13 @@ class LessonTeacher(Teacher):
         self.publish(publication)
 
     def _lessons_told(self) -> dict[str, Any]:
-        entries = self.catalogue.entries.values()
+        sources = self.catalogue.sources.values()
         return {
-            "count": len(entries),
-            "known": sum(entry["known"] for entry in entries),
-            "sources": len(self.catalogue.sources),
-            "patches": sum(entry["patches"] for entry in entries),
-            "bytes": sum(entry["bytes"] for entry in entries),
+            "count": len(self.catalogue.entries),
+            "known": self.catalogue.known,
+            "sources": len(sources),
+            "patches": sum(own["patches"] for own in sources),
+            "bytes": sum(own["bytes"] for own in sources),
             "canaries": self.canaries.figures(),
         }
 
