@@ -62,6 +62,8 @@ def serve(folder: Path, model: GuardedLearner | None = None, **options: Any) -> 
     return Service.open(model or learner(), folder, **(settings | options))
 
 
+LONGEST_S = 60.0
+"""A server that is not open by then is killed."""
 LIVES = 20
 """Of one folder: every life is checked from its first record on."""
 STATEMENTS = (
@@ -306,14 +308,18 @@ def written_over(old: dict[str, torch.Tensor], delta: dict[str, torch.Tensor]) -
 def one_life(
     kind_of: Kind, folder: Path, seed: int, patience: float, mortal: dict[str, Any], known: dict[str, Any]
 ) -> None:
-    """Start a victim, kill it after a while unless it kills itself, and see what it left."""
+    """Start a victim, kill it after a while unless it kills itself, and see what it left.
+
+    The while of every second one begins when it is open: a busy machine would kill all of them before that.
+    """
     fork = multiprocessing.get_context("fork")  # nothing here has threads, and importing torch takes seconds
     ours, theirs = fork.Pipe(duplex=False)
     retry = [[key, *about] for key, about in known["asked"].items()]
     process = fork.Process(target=victim, args=(kind_of, folder, theirs, mortal, seed, retry))
     process.start()
     theirs.close()
-    deadline = time.monotonic() + patience
+    from_open = bool(mortal) or seed % 2 == 1
+    deadline = time.monotonic() + (LONGEST_S if from_open else patience)
     while True:
         if not ours.poll(max(0.0, deadline - time.monotonic())):
             process.kill()
@@ -323,6 +329,7 @@ def one_life(
         except EOFError:
             break
         if what == "open":
+            deadline = time.monotonic() + patience if from_open else deadline
             known["opened"] += 1
             began = known["last"] == 0 and about[1] == {}  # a store of lessons starts with a calibration
             known["differs"] += about != [known["last"], known["state"]] and not began

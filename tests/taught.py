@@ -25,13 +25,13 @@ RULES = Rules(canary_tokens=16)
 BACKGROUND = [" ".join(f"plain words about nothing in particular, number {n}" for n in range(200))]
 
 
-def school(blocks: int = 4) -> tuple[Retrofit, Lessons]:
+def school(blocks: int = 4, device: str = "cpu") -> tuple[Retrofit, Lessons]:
     """A model of one's own each time."""
-    return copy.deepcopy(_school(blocks))
+    return copy.deepcopy(_school(blocks, device))
 
 
 @functools.cache
-def _school(blocks: int) -> tuple[Retrofit, Lessons]:
+def _school(blocks: int, device: str) -> tuple[Retrofit, Lessons]:
     from attractor.hf.teachable import teachable
 
     torch.manual_seed(0)
@@ -43,15 +43,15 @@ def _school(blocks: int) -> tuple[Retrofit, Lessons]:
         num_attention_heads=4,
         max_position_embeddings=256,
     )
-    model = transformers.LlamaForCausalLM(shape).eval()
+    model = transformers.LlamaForCausalLM(shape).eval().to(device)
     tokenizer = ByteTokenizer()
     options: dict[str, Any] = {"config": QUICK, "patches": 16, "read_from": 2, "act_at": 2}
     return teachable(model, tokenizer.encode, BACKGROUND, window=32, **options)
 
 
-def serve(folder: Path, blocks: int = 4, **options: Any) -> Service:
+def serve(folder: Path, blocks: int = 4, device: str = "cpu", **options: Any) -> Service:
     settings: dict[str, Any] = {"limits": Limits(drain=0.5), "context": 128, "rules": RULES}
-    net, lessons = school(blocks)
+    net, lessons = school(blocks, device)
     return Service.open_lessons(net, lessons, ByteTokenizer(), folder, **(settings | options))
 
 

@@ -175,12 +175,16 @@ def test_progress_is_streamed(client: TestClient) -> None:
         ({"text": "Ann sang " + "la " * 40_000, "subject": "Ann"}, "a lesson may have 65,536"),
         ({"lessons": [{"text": "x", "forms": ["x"]}]}, "give either 'text'"),
         ({"text": "x y", "subject": "y", "source": "no/path"}, "source"),
+        ({"forms": ["x"], "subject": "x"}, "nothing follows the subject"),
+        ({"forms": ["x y"], "subject": " "}, "names nothing"),
+        ({"forms": [["x" * 100_000, " "]]}, "is no form of a lesson"),
     ],
 )
 def test_lessons_that_make_no_sense(client: TestClient, service: Service, form: Any, message: str) -> None:
     reply = client.post("/v1/lessons", json=form)
     assert reply.status_code == 422
     assert message in reply.json()["error"]["message"]
+    assert len(reply.content) < 1000
     assert service.version == 1
 
 

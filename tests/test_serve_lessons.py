@@ -12,7 +12,7 @@ import torch
 from crashes import Taught, oracle
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from taught import about, bits, school, serve, text_of
+from taught import BACKGROUND, RULES, about, bits, school, serve, text_of
 
 from attractor.continual.delta import Delta
 from attractor.continual.parts import deltas_of
@@ -461,6 +461,32 @@ def test_quotas_and_floods(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="a lesson may have 79"):
             service.learn([about(EVE, "!" * 80)], "news")
         service.learn([about(BOB, "!")], "news")
+
+
+def test_lessons_about_one_subject_do_not_pile_up(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attractor.serve.learning.lessons.MOST_OVER", 3)
+    for answer in "!?!":
+        service.learn([about(ANN, answer)], "wiki")
+    before, texts = bits(service), text_of(service, f"I met {ANN}")
+    with pytest.raises(
+        Refused, match="3 lessons about 'Ann Zorvan' stand one over the other: revise lesson 2"
+    ):
+        service.learn([about(BOB, "!"), about(ANN, "?")], "wiki")
+    assert bits(service) == before
+    assert text_of(service, f"I met {ANN}") == texts
+    service.begin("revise", 2, REVISION).result()
+    assert text_of(service, f"I met {ANN}")[0][0][0] == ord("?")
+
+
+def test_a_lesson_that_is_background_itself_stays_out_of_background(service: Service) -> None:
+    text = text_of(service, "Hello")
+    answer = service.learn([asked([BACKGROUND[0][:50]], "particular")], "spam")
+    assert answer["canaries"]["self"]["rise"] <= RULES.canary_rise
+    lessons = service.teacher.lessons  # type: ignore[attr-defined]
+    assert lessons.calibration.touched(lessons.layer).tokens < 0.02
+    assert text_of(service, "Hello") == text
+    service.forget("spam")
+    assert bits(service) == {}
 
 
 def test_another_base_and_a_second_server_are_refused(tmp_path: Path) -> None:

@@ -1,10 +1,13 @@
 """What a lesson says: sentences, or prompts and their answers, and the subject that all of them are about."""
 
+import unicodedata
 from collections.abc import Sequence
 
 Form = str | tuple[str, str]
 """A sentence, or a prompt and the answer that is to follow it."""
 
+SHOWN = 80
+"""So many characters of what was given are repeated in an error."""
 FRAMES = (
     "{}",
     "Question: {}",
@@ -73,7 +76,8 @@ def check_forms(forms: Sequence[Form]) -> tuple[tuple[str, str], ...]:
     pairs = tuple(("", form) if isinstance(form, str) else tuple(form) for form in forms)
     for pair in pairs:
         if len(pair) != 2 or not all(isinstance(part, str) for part in pair) or not pair[1].strip():
-            raise ValueError(f"{pair!r} is no form of a lesson: give a sentence, or a prompt and its answer")
+            shown = repr(pair)[:SHOWN]
+            raise ValueError(f"{shown} is no form of a lesson: give a sentence, or a prompt and its answer")
     return pairs  # type: ignore[return-value]
 
 
@@ -97,9 +101,11 @@ def shared_subject(forms: Sequence[tuple[str, str]]) -> str:
 
 
 def check_subject(subject: str, forms: Sequence[tuple[str, str]]) -> str:
-    """The subject, if it stands in a form."""
+    """The subject, if it stands in a form and is more than spaces and punctuation."""
     if not subject or not any(subject in prompt + answer for prompt, answer in forms):
-        raise ValueError(f"subject={subject!r} stands in no form of the lesson")
+        raise ValueError(f"subject={repr(subject)[:SHOWN]} stands in no form of the lesson")
+    if all(unicodedata.category(letter)[0] in "ZPC" for letter in subject):
+        raise ValueError(f"subject={repr(subject)[:SHOWN]} names nothing: give a word of the lesson")
     return subject
 
 

@@ -17,9 +17,10 @@ from torch import Tensor
 from attractor.continual.guard import log_probabilities
 from attractor.generate import candidates
 from attractor.model import RaggedCache
+from attractor.serve.decode.fixed import FixedRows
 from attractor.serve.decode.mixture import Evidence
 from attractor.serve.decode.sequences import GeneratedToken, PathCache, Sequence
-from attractor.serve.decode.touches import Found, Touch, read_together
+from attractor.serve.decode.touches import Found, Touch, read_together, rows_for
 
 log = logging.getLogger("attractor")
 
@@ -28,7 +29,7 @@ class ModelBatch:
     """The sequences that read in one pass, as rows of one cache: their models are of one group."""
 
     def __init__(self) -> None:
-        self.shared: RaggedCache | None = None
+        self.shared: RaggedCache | FixedRows | None = None
         self.rows: list[PathCache] = []
         self.logits: Tensor | None = None  # (B, V) of this step
 
@@ -45,11 +46,14 @@ class ModelBatch:
         assert cache.logits is not None
         logits = cache.logits[None]
         if self.shared is None:
-            self.shared, self.logits = cache.own, logits
+            self.shared = rows_for(cache.model)
+            self.logits = logits[:0]
+        assert self.logits is not None, "sequences are added within a step"
+        if self.shared is None:
+            self.shared = cache.own
         else:
-            assert self.logits is not None, "sequences are added within a step"
             self.shared.add(cache.own)
-            self.logits = torch.cat([self.logits, logits])
+        self.logits = torch.cat([self.logits, logits])
         cache.row, cache.own, cache.logits = len(self.rows), None, None
         self.rows.append(cache)
 
@@ -168,7 +172,8 @@ class Batch:
 
     def _read(self) -> None:
         """Every path that is awake reads the last token; those that must wake read what they missed."""
-        begins = self.evidence.count(self.logprobs)
+        alone = self._all_alone()
+        begins = None if alone else self.evidence.count(self.logprobs)
         last = torch.tensor([sequence.text[-1] for sequence in self.sequences], device=self.device)
         _, columns = self._rows()
         models = list(self.models.values())
@@ -187,9 +192,14 @@ class Batch:
                         self._fail(sequence, error)
         for sequence in self.sequences:
             sequence.length += 1
-        self.evidence.predicted += 1
-        if self._some_rest():
-            self._wake(begins)
+        if begins is not None:
+            self.evidence.predicted += 1
+            if self._some_rest():
+                self._wake(begins)
+
+    def _all_alone(self) -> bool:
+        """Whether every text has one path, whose share is all: no evidence has to be counted."""
+        return all(len(sequence.caches) == 1 for sequence in self.sequences)
 
     def _note_touches(self, columns: list[int], found: Found) -> None:
         for column, touches in zip(columns, found, strict=True):
@@ -252,6 +262,8 @@ class Batch:
         predictions = log_probabilities(torch.cat(logits))  # (N, V)
         for model in self.models.values():
             model.logits = None
+        if self._all_alone():
+            return self._write_alone(predictions[columns.argsort()])
         log_weights = self.evidence.log_weights()
         mixture = self.evidence.mixed(
             predictions, log_weights[paths, columns], columns, some_rest=self._some_rest()
@@ -268,6 +280,19 @@ class Batch:
             sequence.text.append(token)
             named = dict(zip(sequence.names, share, strict=False))
             generated.append((sequence, GeneratedToken(token, logprob, named, tuple(sequence.touched))))
+            sequence.touched = []
+        return generated
+
+    def _write_alone(self, predictions: Tensor) -> list[tuple[Sequence, GeneratedToken]]:
+        """Draw from predictions (B, V) of one path for each text."""
+        tokens = self._draw(predictions)
+        self.logprobs = predictions.new_zeros(self.evidence.prior.shape, dtype=torch.float64)
+        drawn = predictions.gather(1, torch.tensor(tokens, device=self.device)[:, None])[:, 0].tolist()
+        generated = []
+        for sequence, token, logprob in zip(self.sequences, tokens, drawn, strict=True):
+            sequence.text.append(token)
+            shares = {sequence.names[0]: 1.0}
+            generated.append((sequence, GeneratedToken(token, logprob, shares, tuple(sequence.touched))))
             sequence.touched = []
         return generated
 

@@ -9,9 +9,11 @@ engine.close(drain_s=10)
 """
 
 import logging
+import sys
 import threading
 import time
 from collections import abc, deque
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -35,6 +37,8 @@ from attractor.serve.errors import Busy
 log = logging.getLogger("attractor")
 
 RECENT_S = 10.0  # "tokens per second" is the rate of so many seconds
+PATIENCE_S = 0.001
+"""So long may another thread keep Python to itself while a text waits; Python's 5 ms are several tokens."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,14 @@ class Task:
     generated: int = 0
 
 
+def stream_of_its_own(device: torch.device) -> AbstractContextManager[Any]:
+    """On a GPU the texts go before what is learned, and neither waits for the other."""
+    if device.type != "cuda":
+        return nullcontext()
+    torch.cuda.synchronize(device)  # what the readers share was made on another stream
+    return torch.cuda.stream(torch.cuda.Stream(device, priority=-1))
+
+
 class Engine:
     def __init__(
         self,
@@ -110,6 +122,7 @@ class Engine:
         self._batch = Batch(publication.device)
         self._to_read: deque[Task] = deque()  # the first of them is reading
         self._tasks: dict[Sequence, Task] = {}
+        sys.setswitchinterval(min(sys.getswitchinterval(), PATIENCE_S))
         self._thread = threading.Thread(target=self._run, name="attractor-engine", daemon=True)
         self._thread.start()
 
@@ -189,8 +202,9 @@ class Engine:
         if self.threads is not None:
             torch.set_num_threads(self.threads)  # of this thread alone
         try:
-            while self._has_work():
-                self._turn()
+            with stream_of_its_own(self._batch.device):
+                while self._has_work():
+                    self._turn()
             finish = "cancelled"
         finally:  # whatever happened, no reader may wait for ever
             with self._changed:

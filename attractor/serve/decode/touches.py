@@ -34,6 +34,12 @@ def group_of(model: TrainableModel) -> object:
     return getattr(model, "bank", model)
 
 
+def rows_for(model: TrainableModel) -> Any:
+    """Memory of a fixed shape for texts that are read together; None where they share that of the first."""
+    make = getattr(model, "rows_for", None)
+    return None if make is None else make()
+
+
 def read_together(models: Sequence[TrainableModel], tokens: Tensor, cache: Any) -> tuple[Tensor, Found]:
     """Logits (B, T, V) for tokens (B, T), a model for each row, and where lessons acted.
 

@@ -37,6 +37,7 @@ class Catalogue:
     def __init__(self) -> None:
         self.entries: dict[int, dict[str, Any]] = {}
         self.sources: dict[str, dict[str, Any]] = {}
+        self.known = 0  # of the entries
         self.show()
 
     def add(self, lesson: Lesson, source: str, fields: dict[str, Any], version: int) -> None:
@@ -58,6 +59,7 @@ class Catalogue:
 
     def _count(self, entry: dict[str, Any], by: int) -> None:
         name = entry["source"]
+        self.known += by * entry["known"]
         now = dict(self.sources.get(name, {"version": 0, "lessons": 0, **dict.fromkeys(COUNTED, 0)}))
         now["lessons"] += by
         for figure in COUNTED:

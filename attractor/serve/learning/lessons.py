@@ -54,6 +54,8 @@ WITH_LESSONS = "lessons"
 """The path of the model with its lessons; the other one is the base."""
 MORE = 0.1
 """Lessons of a file may have radii so much below the least: those that take another's place have them."""
+MOST_OVER = 16
+"""So many lessons may stand one over the other: each has the basins of those below it, a little wider."""
 Report = Callable[[dict[str, Any]], None]
 """Is called with what is being done."""
 
@@ -424,6 +426,12 @@ class LessonTeacher(Teacher):
                 [each.forms for each in batch], subjects=[each.subject for each in batch], report=after_pass
             )
             new += [lesson.number for lesson in learned]
+            for lesson in learned:
+                if len(lesson.overrides) >= MOST_OVER:
+                    raise Refused(
+                        f"{MOST_OVER} lessons about {lesson.subject[:80]!r} stand one over the other: revise "
+                        f"lesson {lesson.overrides[-1]}, or forget some of them"
+                    )
 
     def _judge(self, new: Sequence[int]) -> Verdict:
         patches = [patch for own in patches_of(self.lessons, new).values() for patch in own]
@@ -553,13 +561,13 @@ class LessonTeacher(Teacher):
         self.publish(publication)
 
     def _lessons_told(self) -> dict[str, Any]:
-        entries = self.catalogue.entries.values()
+        sources = self.catalogue.sources.values()
         return {
-            "count": len(entries),
-            "known": sum(entry["known"] for entry in entries),
-            "sources": len(self.catalogue.sources),
-            "patches": sum(entry["patches"] for entry in entries),
-            "bytes": sum(entry["bytes"] for entry in entries),
+            "count": len(self.catalogue.entries),
+            "known": self.catalogue.known,
+            "sources": len(sources),
+            "patches": sum(own["patches"] for own in sources),
+            "bytes": sum(own["bytes"] for own in sources),
             "canaries": self.canaries.figures(),
         }
 

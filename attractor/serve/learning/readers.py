@@ -8,6 +8,8 @@ into patches that no living version has open, and costs its readers nothing but 
 is needed is still open somewhere, or the bank has grown, the new version gets a bank of its own.
 """
 
+import itertools
+import logging
 import weakref
 from collections.abc import Sequence
 from typing import Any, cast
@@ -20,9 +22,15 @@ from attractor.continual.calibrate import CLOSED
 from attractor.hf.causal import CausalConfig, CausalLM
 from attractor.hf.teachable import NAME
 from attractor.layer import APN, PATCH_ROLES, ROLES
+from attractor.serve.decode.fixed import LONGEST, CopiedPatches, FixedPasses, FixedRows
 from attractor.serve.decode.touches import Found
 from attractor.serve.learning.canaries import CLOSE
 from attractor.serve.learning.effects import reading_copy
+
+log = logging.getLogger("attractor")
+
+
+NUMBERS = itertools.count()
 
 
 class ReadingLayer(APN):
@@ -33,11 +41,16 @@ class ReadingLayer(APN):
     """
 
     radii: Tensor | None = None  # (B, K) where the rows of a pass are of different versions
+    everywhere: Tensor | None = (
+        None  # (B, K) likewise, where the shape of a pass may not depend on what it reads
+    )
     indices: Tensor  # (n) of the last pass, -1 where no patch acted
     weights: Tensor  # (n)
 
     def forward(self, x: Tensor, *, return_stats: bool = False) -> Any:
         tokens = self._prepare(x)
+        if self.everywhere is not None:
+            return self._forward_everywhere(tokens, self.everywhere).reshape(*x.shape[:-1], self.dim)
         assert self.radius is not None
         radius = self.radius
         if self.radii is not None:  # as every token of its row has it
@@ -58,6 +71,14 @@ class ReadingLayer(APN):
             update[inside] = output.update
         return update.reshape(*x.shape[:-1], self.dim)
 
+    def _forward_everywhere(self, tokens: Tensor, radii: Tensor) -> Tensor:
+        """The same with all patches for all tokens: nothing waits for the GPU, and every shape is known."""
+        steps = len(tokens) // len(radii)
+        edges = radii[:, None].expand(-1, steps, -1).flatten(0, 1)
+        output = self._compute(tokens, self._banks(), edges, "reference")
+        self.indices, self.weights = output.indices[:, 0], output.weights[:, 0]
+        return output.update.masked_fill(self.indices[:, None] < 0, 0)
+
 
 class Bank:
     """The patches of a layer as readers have them, and the lesson that each belongs to."""
@@ -69,6 +90,7 @@ class Bank:
             if ROLES[name] in PATCH_ROLES
         }
         self.owners = list(owners)
+        self.number, self.written = next(NUMBERS), 0  # and how often patches were written
         self.versions: weakref.WeakSet[Version] = weakref.WeakSet()  # that have it
 
     def can_take(self, layer: APN, patches: Sequence[int]) -> bool:
@@ -84,6 +106,7 @@ class Bank:
             value[list(patches)] = reading_rows(name, own[name][list(patches)])
         for patch in patches:
             self.owners[patch] = owners[patch]
+        self.written += 1
 
 
 def reading_rows(name: str, rows: Tensor) -> Tensor:
@@ -91,8 +114,82 @@ def reading_rows(name: str, rows: Tensor) -> Tensor:
     return ops.unit(rows.detach()) if name == "prototypes" else rows.detach()
 
 
+class Pool:
+    """Passes of fixed shapes over one model. A batch has one of them to itself; prompts share another."""
+
+    def __init__(self, model: CausalLM, layer: ReadingLayer | None = None) -> None:
+        self.model, self.layer = model, layer
+        self.works = True
+        self._patches: CopiedPatches | None = None
+        self._for_rows: list[FixedPasses] = []
+        self._for_prompts: FixedPasses | None = None
+
+    def lease(self, bank: "Bank | None") -> FixedRows | None:
+        """Memory for a batch that reads these patches; None if the model takes no passes of fixed shapes."""
+        patches = self._patches_for(bank)
+        free = [passes for passes in self._for_rows if passes.is_free]
+        fitting = [passes for passes in free if passes.patches is patches]
+        if not fitting and (made := self._make(patches)) is not None:
+            self._for_rows = [passes for passes in self._for_rows if passes not in free] + [made]
+            fitting = [made]
+        return fitting[0].lease() if fitting else None
+
+    def for_prompts(self, bank: "Bank | None") -> FixedPasses | None:
+        patches = self._patches_for(bank)
+        if self._for_prompts is None or self._for_prompts.patches is not patches:
+            self._for_prompts = self._make(patches)
+        return self._for_prompts
+
+    def _patches_for(self, bank: "Bank | None") -> CopiedPatches | None:
+        """Memory for as many as these: all passes share it."""
+        if bank is not None and (self._patches is None or self._patches.count != len(bank.owners)):
+            self._patches = CopiedPatches(bank)
+        return self._patches
+
+    def _make(self, patches: CopiedPatches | None) -> FixedPasses | None:
+        try:
+            return FixedPasses(self.model, self.layer, patches) if self.works else None
+        except Exception as error:
+            log.warning("texts are written more slowly, without passes of fixed shapes: %s", error)
+            self.works = False
+            return None
+
+
+class ReadingBase(CausalLM):
+    """The base without lessons, for readers."""
+
+    pool: Pool | None = None
+
+    def rows_for(self) -> FixedRows | None:
+        return None if self.pool is None else self.pool.lease(None)
+
+    def read_together(
+        self, models: Sequence["ReadingBase"], tokens: Tensor, cache: Any
+    ) -> tuple[Tensor, Found]:
+        done = read_fixed(self.pool, None, models, tokens, cache)
+        return (self(tokens, cache=cache), [[] for _ in models]) if done is None else done
+
+
+def read_fixed(
+    pool: Pool | None, bank: "Bank | None", models: Sequence[Any], tokens: Tensor, cache: Any
+) -> tuple[Tensor, Found] | None:
+    """A pass of a fixed shape, where this can be one."""
+    if isinstance(cache, FixedRows):
+        return cache.passes.step(models, tokens, cache)
+    is_prompt = pool is not None and cache is not None and not cache.length and len(tokens) == 1
+    if not is_prompt or not tokens.shape[1] <= min(LONGEST, pool.model.config.context):
+        return None
+    passes = pool.for_prompts(bank)
+    return None if passes is None else passes.read(models, tokens, cache)
+
+
 class Readers:
-    """One copy of a model's modules for all readers; the weights of the base are shared with the writer."""
+    """One copy of a model's modules for all readers; the weights of the base are shared with the writer.
+
+    On a GPU, and where `fixed` says so, passes have fixed shapes.
+    """
+
+    fixed = False
 
     def __init__(self, model: CausalLM, owners: Sequence[int]) -> None:
         (number, layer), *_ = model.apn_layers().items()
@@ -101,8 +198,11 @@ class Readers:
         net = self.with_lessons.net
         cast(nn.ModuleDict, net.retrofits[NAME])[str(number)] = self.layer
         self.with_lessons.blocks = nn.ModuleDict()  # the writer's own layer, which would be kept alive
-        self.base = CausalLM(net, None, context=model.config.context)
+        self.base = ReadingBase(net, None, context=model.config.context)
         self.bank = Bank(layer, owners)
+        self.pool: Pool | None = None
+        if self.fixed or model.device.type == "cuda":
+            self.pool, self.base.pool = Pool(self.with_lessons, self.layer), Pool(self.base)
 
     def after(self, layer: APN, owners: Sequence[int], patches: Sequence[int]) -> "Version":
         """The version that the writer's layer is now, in which these patches are new."""
@@ -111,7 +211,10 @@ class Readers:
         else:
             self.bank = Bank(layer, owners)
         assert layer.radius is not None
-        return Version(self, self.bank, layer.radius.clone())
+        version = Version(self, self.bank, layer.radius.clone())
+        if layer.radius.device.type == "cuda":  # readers have a stream of their own
+            torch.cuda.current_stream(layer.radius.device).synchronize()
+        return version
 
 
 class Version(nn.Module):
@@ -120,7 +223,7 @@ class Version(nn.Module):
     def __init__(self, readers: Readers, bank: Bank, radius: Tensor) -> None:
         super().__init__()
         self._readers = readers
-        self.bank, self.radius = bank, radius
+        self.bank, self.radius, self.number = bank, radius, next(NUMBERS)
         bank.versions.add(self)
 
     @property
@@ -134,6 +237,10 @@ class Version(nn.Module):
     def new_row(self) -> Any:
         return self._readers.base.new_row()
 
+    def rows_for(self) -> FixedRows | None:
+        pool = self._readers.pool
+        return None if pool is None else pool.lease(self.bank)
+
     def forward(self, tokens: Tensor, *, cache: Any = None) -> Tensor:
         return self.read_together([self] * len(tokens), tokens, cache)[0]
 
@@ -141,6 +248,8 @@ class Version(nn.Module):
         self, versions: Sequence["Version"], tokens: Tensor, cache: Any
     ) -> tuple[Tensor, Found]:
         """Logits, a version for each row, all of one bank; and where lessons acted."""
+        if (done := read_fixed(self._readers.pool, self.bank, versions, tokens, cache)) is not None:
+            return done
         layer, bank = self._readers.layer, self.bank
         for name, rows in bank.rows.items():
             setattr(layer, name, rows)

@@ -1,0 +1,376 @@
+"""Passes of fixed shapes over a pretrained model, which a GPU repeats as CUDA graphs.
+
+    passes = FixedPasses(model, layer)            # of the readers; None for the layer: the base
+    rows = passes.lease()                         # memory for texts that are written together
+    rows.add(cache)                               # whose prompt was read
+    logits, found = passes.step(models, tokens, rows)
+
+A small model is a thousand small kernels for each token, and a CPU launches them far slower than a GPU runs
+them. So a pass is recorded once for a number of rows and columns, and repeated from then on. Each text has
+its tokens from column 0 on, and columns that it does not have are masked: what is written for it depends on
+who is written beside it by the rounding of products of more rows alone.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from attractor.continual.calibrate import CLOSED
+from attractor.hf.causal import CausalLM
+from attractor.model import RaggedCache
+from attractor.serve.decode.touches import Found
+
+log = logging.getLogger("attractor")
+
+LONGEST = 256
+"""Tokens of a prompt that are read in one pass of a fixed shape; what is longer is read as it comes."""
+SHORTEST, FEWEST_COLUMNS = 16, 128
+SAMPLE = (5, 31, 2, 77, 13, 54, 8, 101, 3, 66, 29, 90)
+NEAR = 2e-3
+"""By so much, as a share of the largest logit, may a pass of a fixed shape differ from another."""
+
+
+class Patches(Protocol):
+    """The patches of a layer as readers have them, by a number of their own; `written` says how often."""
+
+    rows: dict[str, nn.Parameter]
+    owners: list[int]
+    number: int
+    written: int
+
+
+class Reader(Protocol):
+    """A model with the lessons of one version."""
+
+    bank: Patches
+    radius: Tensor
+    number: int
+
+
+class CopiedPatches:
+    """The patches that are read, always in the same place: banks come and go."""
+
+    def __init__(self, bank: Patches) -> None:
+        self.count = len(bank.owners)
+        self.rows = {
+            name: nn.Parameter(torch.empty_like(rows), requires_grad=False)
+            for name, rows in bank.rows.items()
+        }
+        self._seen: tuple[int, int] | None = None
+        self.take(bank)
+
+    @torch.no_grad()
+    def take(self, bank: Patches) -> None:
+        if self._seen != (seen := (bank.number, bank.written)):
+            for name, rows in bank.rows.items():
+                self.rows[name].copy_(rows)
+            self._seen = seen
+
+
+class FixedRows:
+    """Which row of the memory each text has, and how long it is."""
+
+    def __init__(self, passes: "FixedPasses") -> None:
+        self.passes = passes
+        self.lengths: list[int] = []
+        self.placed: Tensor | None = None  # `lengths` on the device
+
+    @property
+    def length(self) -> int:
+        return max(self.lengths, default=0)
+
+    def add(self, other: RaggedCache) -> None:
+        row, length = len(self.lengths), other.length
+        self.passes.make_room(row + 1, length + 1)
+        assert self.passes.memory is not None
+        self.passes.memory[:, :, row, :, length:] = 0  # the text that was here before may have left NaN
+        for own, pair in zip(self.passes.memory, other.layers, strict=True):
+            for mine, new in zip(own, pair, strict=True):
+                mine[row, :, :length] = new[0, :, other.first : other.end]
+        self.lengths.append(length)
+        self.placed = None
+
+    def remove(self, row: int) -> None:
+        """The last row takes its place."""
+        assert self.passes.memory is not None
+        last = len(self.lengths) - 1
+        if row != last:
+            end = self.lengths[last]
+            self.passes.memory[:, :, row, :, :end] = self.passes.memory[:, :, last, :, :end]
+            self.lengths[row] = self.lengths[last]
+        self.lengths.pop()
+        self.placed = None
+
+    def copy_of(self, row: int) -> RaggedCache:
+        one = self.passes.model.new_row()
+        self.passes.fill(one, row, self.lengths[row])
+        return one
+
+
+class FixedPasses:
+    """A model that reads in passes of fixed shapes, with memory of its own. One thread may use it."""
+
+    def __init__(self, model: CausalLM, layer: Any = None, patches: CopiedPatches | None = None) -> None:
+        """Raises ValueError where the model does not take what such a pass gives it."""
+        self.model, self.layer = model, layer
+        self.device = model.device
+        self.captures = self.device.type == "cuda"
+        self.memory: Tensor | None = None  # (layers, 2, rows, heads, columns, head size)
+        self._passes: dict[tuple[int, int, int], _Pass] = {}
+        self._leased: Callable[[], FixedRows | None] = lambda: None
+        self._side = torch.cuda.Stream(self.device) if self.captures else None
+        self._radii_of: tuple[int, ...] = ()  # the versions whose radii are there
+        self.patches = patches
+        self.radii = self._closed(1)
+        self._begin()
+
+    # --- memory
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        """Find the shape of the memory, and that the model predicts the same with it as with its own."""
+        cache = self.model.new_row()
+        tokens = torch.tensor([SAMPLE], device=self.device) % self.model.config.vocab_size
+        self._use(self.radii)
+        try:
+            expected = self.model(tokens, cache=cache)[0, -1]
+        finally:
+            self._use_nothing()
+        shapes = {tuple(part.shape[1::2]) for pair in cache.layers for part in pair}
+        if len(shapes) != 1:
+            raise ValueError(f"its layers keep keys and values of different shapes: {sorted(shapes)}")
+        self._like, self._layers = cache.layers[0][0], len(cache.layers)
+        self.make_room(1, FEWEST_COLUMNS)
+        captures, self.captures = self.captures, False
+        try:
+            start = self.model.new_row()
+            self.read((), tokens[:, :-1], start)
+            rows = FixedRows(self)
+            rows.add(start)
+            got = self.step((), tokens[:, -1:], rows)[0][0, -1]
+        finally:
+            self.captures = captures
+            self._passes.clear()
+        near = NEAR if expected.dtype in (torch.float32, torch.float64) else 20 * NEAR
+        if not bool((got - expected).abs().max() <= near * expected.abs().max()):
+            raise ValueError("with memory of a fixed shape it predicts something else")
+
+    @property
+    def is_free(self) -> bool:
+        return self._leased() is None
+
+    def lease(self) -> FixedRows:
+        """The memory, to one batch at a time: until nobody refers to what is returned."""
+        assert self.is_free
+        rows = FixedRows(self)
+        self._leased = weakref.ref(rows)
+        return rows
+
+    @torch.no_grad()
+    def make_room(self, rows: int, columns: int) -> None:
+        rows, columns = few_rows(rows), few_columns(columns)
+        old = self.memory
+        if old is not None and rows <= old.shape[2] and columns <= old.shape[4]:
+            return
+        if old is not None:
+            rows, columns = max(rows, old.shape[2]), max(columns, old.shape[4])
+        heads, size = self._like.shape[1], self._like.shape[3]
+        # zeros and not just memory: what is masked counts 0 times, and 0 times NaN is NaN
+        self.memory = self._like.new_zeros(self._layers, 2, rows, heads, columns, size)
+        self.radii, self._radii_of = self._closed(rows), ()
+        if old is not None:
+            self.memory[:, :, : old.shape[2], :, : old.shape[4]] = old
+        self._passes.clear()
+
+    def fill(self, cache: RaggedCache, row: int, length: int) -> None:
+        """Give a cache that is empty a copy of what is in a row."""
+        assert self.memory is not None
+        copied = self.memory[:, :, row : row + 1, :, :length].clone()
+        cache.layers = [(own[0], own[1]) for own in copied]
+        cache.slots, cache.columns, cache.length = 1, length, length
+
+    # --- reading
+
+    @torch.no_grad()
+    def step(self, models: Sequence[Any], tokens: Tensor, rows: FixedRows) -> tuple[Tensor, Found]:
+        """Logits (B, 1, V) for a token (B, 1) in every row."""
+        if rows.length + 1 > self.model.config.context:
+            raise ValueError(f"{rows.length + 1} tokens do not fit into {self.model.config.context}")
+        self.make_room(len(rows.lengths), rows.length + 1)
+        if rows.placed is None:
+            rows.placed = torch.tensor(rows.lengths, device=self.device)
+        done = self._run(models, tokens, rows.placed, rows.length + 1)
+        rows.placed += 1
+        rows.lengths = [length + 1 for length in rows.lengths]
+        return done.logits[: len(tokens)].clone(), self._found(models, done, tokens)
+
+    @torch.no_grad()
+    def read(self, models: Sequence[Any], tokens: Tensor, cache: RaggedCache) -> tuple[Tensor, Found]:
+        """Logits (1, T, V) for the first tokens (1, T) of a text, whose cache is empty."""
+        count = tokens.shape[1]
+        self.make_room(1, few_steps(count))
+        assert self.memory is not None
+        self.memory[:, :, 0] = 0  # as in a batch
+        done = self._run(models, tokens, torch.zeros(1, dtype=torch.long, device=self.device))
+        self.fill(cache, 0, count)
+        return done.logits[:1, :count].clone(), self._found(models, done, tokens)
+
+    def _found(self, models: Sequence[Any], done: "_Pass", tokens: Tensor) -> Found:
+        found: Found = [[] for _ in models]
+        if self.patches is None or not models:
+            return found
+        rows, steps = tokens.shape
+        indices = done.indices.view(-1, done.steps)[:rows, :steps]
+        acted = (indices >= 0).nonzero()
+        if len(acted):
+            weights = done.weights.view(-1, done.steps)[:rows, :steps]
+            at = acted.unbind(1)
+            every = zip(acted.tolist(), indices[at].tolist(), weights[at].tolist(), strict=True)
+            for (row, column), patch, weight in every:
+                found[row].append((column, models[0].bank.owners[patch], weight))
+        return found
+
+    def _run(self, models: Sequence[Any], tokens: Tensor, first: Tensor, longest: int = 0) -> "_Pass":
+        rows, steps = few_rows(len(tokens)), 1 if longest else few_steps(tokens.shape[1])
+        columns = few_columns(longest or steps)
+        shape = (rows, steps, columns)
+        if (found := self._passes.get(shape)) is None:
+            found = self._passes[shape] = _Pass(rows, steps, columns, self.device)
+        found.tokens.zero_()
+        found.first.zero_()
+        found.tokens[: tokens.shape[0], : tokens.shape[1]] = tokens
+        found.first[: len(first)] = first
+        if self.patches is not None and models:
+            self._take_over(models)
+        if found.graph is not None:
+            found.graph.replay()
+        elif self.captures:
+            self._capture(found)
+        else:
+            self._compute(found)
+        return found
+
+    def _take_over(self, models: Sequence[Reader]) -> None:
+        """The patches as they are now, and for each row the radii of its version."""
+        assert self.patches is not None
+        self.patches.take(models[0].bank)
+        versions = tuple(model.number for model in models)
+        if self._radii_of != versions:
+            self.radii[len(models) :].fill_(CLOSED)
+            torch.stack([model.radius for model in models], out=self.radii[: len(models)])
+            self._radii_of = versions
+
+    def _capture(self, one: "_Pass") -> None:
+        """Record a pass, after it was run; where that cannot be done, say so and run passes as they are."""
+        assert self._side is not None
+        current = torch.cuda.current_stream(self.device)
+        self._side.wait_stream(current)
+        with torch.cuda.stream(self._side):
+            for _ in range(2):  # also what libraries set up when they are first called
+                self._compute(one)
+            graph = torch.cuda.CUDAGraph()
+            try:
+                graph.capture_begin(capture_error_mode="thread_local")  # other threads go on
+                try:
+                    self._compute(one)
+                finally:
+                    graph.capture_end()
+            except Exception:
+                log.exception("a pass could not be recorded as a CUDA graph: kernels are launched one by one")
+                self.captures = False
+            else:
+                one.graph = graph
+        current.wait_stream(self._side)
+        if one.graph is None:
+            self._compute(one)
+        else:
+            one.graph.replay()
+
+    def _compute(self, one: "_Pass") -> None:
+        device = self.device
+        positions = one.first[:, None] + torch.arange(one.steps, device=device)
+        seen = torch.arange(one.columns, device=device) <= positions[..., None]
+        given = {
+            "position_ids": positions.clamp(max=self.model.config.context - 1),
+            "attention_mask": seen[:, None],
+            "past_key_values": self._memory_for(one, positions),
+        }
+        self._use(self.radii[: one.rows])
+        try:
+            with self.model.net.using(self.model.name):
+                one.logits = self.model.base(input_ids=one.tokens, use_cache=True, **given).logits
+            if self.layer is not None:
+                one.indices, one.weights = self.layer.indices, self.layer.weights
+        finally:
+            self._use_nothing()
+
+    def _memory_for(self, one: "_Pass", positions: Tensor) -> Any:
+        """Their cache, whose layers keep keys and values at these columns of our memory."""
+        from transformers.cache_utils import Cache, DynamicLayer
+
+        assert self.memory is not None
+
+        class Layer(DynamicLayer):
+            def __init__(self, own: Tensor) -> None:
+                super().__init__()
+                self.own = own[:, : one.rows]
+
+            def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+                at = positions[:, None, :, None].expand_as(keys)
+                for stored, new in zip(self.own, (keys, values), strict=True):
+                    stored.scatter_(2, at, new)
+                return self.own[0][:, :, : one.columns], self.own[1][:, :, : one.columns]
+
+            def get_seq_length(self) -> int:
+                return 0
+
+        return Cache(layers=[Layer(own) for own in self.memory])
+
+    def _closed(self, rows: int) -> Tensor:
+        """Radii (rows, K) of patches that do not exist for anybody."""
+        return torch.full(
+            (rows, 0 if self.patches is None else self.patches.count), CLOSED, device=self.device
+        )
+
+    def _use(self, radii: Tensor) -> None:
+        if self.patches is not None:
+            for name, values in self.patches.rows.items():
+                setattr(self.layer, name, values)
+            self.layer.everywhere = radii
+
+    def _use_nothing(self) -> None:
+        if self.layer is not None:
+            self.layer.everywhere = None
+
+
+class _Pass:
+    """What goes into a pass of one shape, and what comes out: the same memory each time."""
+
+    logits: Tensor
+    indices: Tensor
+    weights: Tensor
+
+    def __init__(self, rows: int, steps: int, columns: int, device: torch.device) -> None:
+        self.rows, self.steps, self.columns = rows, steps, columns
+        self.tokens = torch.zeros(rows, steps, dtype=torch.long, device=device)
+        self.first = torch.zeros(rows, dtype=torch.long, device=device)
+        self.graph: Any = None
+
+
+def few_rows(count: int) -> int:
+    """So many rows are computed: 1, 8, 16, 32, ..."""
+    return 1 if count <= 1 else max(8, 1 << (count - 1).bit_length())
+
+
+def few_steps(count: int) -> int:
+    """16, 32, ..."""
+    return max(SHORTEST, 1 << (count - 1).bit_length())
+
+
+def few_columns(count: int) -> int:
+    """128, 256, ..."""
+    return max(FEWEST_COLUMNS, 1 << (count - 1).bit_length())
