@@ -34,8 +34,8 @@ from attractor.continual.parts import deltas_of
 from attractor.model import GPT
 from attractor.serve.config import Limits, Rules
 from attractor.serve.decode.engine import Job
-from attractor.serve.learning.asked import Asked
-from attractor.serve.learning.effects import tensors_of
+from attractor.serve.learning.catalogue import Asked
+from attractor.serve.learning.readers import tensors_of
 from attractor.serve.service import Service
 from attractor.serve.store import database
 from attractor.tokenizer import ByteTokenizer

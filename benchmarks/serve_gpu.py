@@ -261,9 +261,9 @@ def open_service(base: Any, tokenizer: Any, folder: Path, small: bool) -> Any:
 @contextlib.contextmanager
 def listening(service: Any) -> Iterator[int]:
     import uvicorn
+    from attractor.serve.http.settings import ServeSettings
 
     from attractor.serve.http.app import create_app, uvicorn_config
-    from attractor.serve.http.settings import ServeSettings
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -193,8 +193,8 @@ def _tokens_per_second(service: Service, seconds: float, streams: int) -> float:
 def listening(service: Service) -> Iterator[str]:
     import uvicorn
 
+    from attractor.serve.config import ServeSettings
     from attractor.serve.http.app import create_app, uvicorn_config
-    from attractor.serve.http.settings import ServeSettings
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -114,9 +114,9 @@ def http() -> str:
     sys.path.insert(0, str(ROOT / "tests"))
     from fake_service import FakeSchool, FakeService
 
+    from attractor.serve.config import ServeSettings
     from attractor.serve.http.app import create_app
     from attractor.serve.http.auth import declared
-    from attractor.serve.http.settings import ServeSettings
 
     routes: dict[str, dict[tuple[str, str], str]] = {}
     schemas: dict[str, Any] = {}

@@ -22,7 +22,7 @@ from attractor.serve.decode.engine import Job
 from attractor.serve.decode.sequences import GeneratedToken
 from attractor.serve.decode.touches import Touch
 from attractor.serve.errors import Busy, Refused, Unavailable
-from attractor.serve.http.monitor import Monitor
+from attractor.serve.http.status import Monitor
 from attractor.serve.learning.catalogue import Catalogue, searched
 from attractor.tokenizer import ByteTokenizer
 
@@ -360,8 +360,8 @@ def filled(lessons: int = 60) -> FakeService:
 if __name__ == "__main__":
     import uvicorn
 
+    from attractor.serve.config import ServeSettings
     from attractor.serve.http.app import create_app, uvicorn_config
-    from attractor.serve.http.settings import ServeSettings
 
     settings = ServeSettings(port=int(sys.argv[1]), keys=sys.argv[3] if len(sys.argv) > 3 else None)
     what = sys.argv[2] if len(sys.argv) > 2 else "60"

@@ -11,8 +11,8 @@ from attractor.config import APNConfig, GPTConfig
 from attractor.continual.config import GuardConfig, LearnConfig, UpdateConfig
 from attractor.continual.guarded import GuardedLearner
 from attractor.model import GPT
-from attractor.serve.learning.effects import fields_of, tensors_of
-from attractor.serve.learning.rules import Rules
+from attractor.serve.learning.canaries import Rules
+from attractor.serve.learning.readers import fields_of, tensors_of
 from attractor.serve.service import Limits, Service
 from attractor.tokenizer import ByteTokenizer
 

@@ -13,8 +13,8 @@ from attractor.continual.lessons import Lessons
 from attractor.continual.parts import deltas_of
 from attractor.hf.net import Retrofit
 from attractor.serve.decode.engine import Job
-from attractor.serve.learning.asked import Asked
-from attractor.serve.learning.rules import Rules
+from attractor.serve.learning.canaries import Rules
+from attractor.serve.learning.catalogue import Asked
 from attractor.serve.service import Limits, Service
 from attractor.tokenizer import ByteTokenizer
 

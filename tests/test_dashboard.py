@@ -10,9 +10,9 @@ from fake_service import FakeSchool, FakeService, filled, school
 from serving import Running, until
 from starlette.testclient import TestClient
 
+from attractor.serve.config import ServeSettings
 from attractor.serve.http.app import create_app
 from attractor.serve.http.auth import SCOPES, add_key
-from attractor.serve.http.settings import ServeSettings
 
 FOLDER = files("attractor.serve").joinpath("dashboard")
 OURS = sorted(each.name for each in FOLDER.iterdir())

@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attractor.serve.decode.detokenize import Detokenizer, StopStrings, TextDecoder
 from attractor.serve.decode.sequences import GeneratedToken
+from attractor.serve.decode.stream import Detokenizer, StopStrings, TextDecoder
 from attractor.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, PretrainedTokenizer
 
 BYTES = ByteTokenizer()

@@ -15,13 +15,13 @@ from served import FOX, serve
 from serving import Running, until
 from starlette.testclient import TestClient
 
+from attractor.serve.config import ServeSettings
 from attractor.serve.errors import KeyReused
 from attractor.serve.http import middleware
 from attractor.serve.http.app import create_app
 from attractor.serve.http.auth import add_key
 from attractor.serve.http.connections import LogRateLimit, RateLimit, most_connections
 from attractor.serve.http.schemas import ChatForm, CompletionForm, LearnForm
-from attractor.serve.http.settings import ServeSettings
 from attractor.serve.service import Limits
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"

@@ -10,9 +10,9 @@ from pydantic import TypeAdapter
 from serving import until
 from starlette.testclient import TestClient
 
+from attractor.serve.config import ServeSettings
 from attractor.serve.http.app import create_app
-from attractor.serve.http.monitor import Monitor
-from attractor.serve.http.settings import ServeSettings
+from attractor.serve.http.status import Monitor
 
 
 @pytest.fixture

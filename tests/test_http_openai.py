@@ -9,8 +9,8 @@ from fake_service import BUSY, LINE, FakeService
 from serving import Running, until
 from starlette.testclient import TestClient
 
+from attractor.serve.config import ServeSettings
 from attractor.serve.http.app import create_app
-from attractor.serve.http.settings import ServeSettings
 
 
 @pytest.fixture

@@ -16,11 +16,11 @@ from schemathesis.checks import not_a_server_error
 from serving import Running
 from starlette.testclient import TestClient
 
+from attractor.serve.config import ServeSettings, is_loopback
 from attractor.serve.http import app as app_module
 from attractor.serve.http.app import create_app
 from attractor.serve.http.auth import SCOPES, Key, KeyRing, add_key, declared, local_problem, needs, new_key
 from attractor.serve.http.middleware import json_problem
-from attractor.serve.http.settings import ServeSettings, is_loopback
 
 SCOPES_OF = {
     ("GET", "/health"): "open",

@@ -9,10 +9,10 @@ from served import FOX, LAW, serve
 from serving import Running, until
 from starlette.testclient import TestClient
 
+from attractor.serve.config import ServeSettings
 from attractor.serve.decode.engine import Job
 from attractor.serve.http.app import create_app
-from attractor.serve.http.monitor import Monitor
-from attractor.serve.http.settings import ServeSettings
+from attractor.serve.http.status import Monitor
 from attractor.serve.service import Limits
 
 

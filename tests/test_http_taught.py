@@ -10,9 +10,9 @@ from served import serve as serve_texts
 from starlette.testclient import TestClient
 from taught import serve
 
+from attractor.serve.config import ServeSettings
 from attractor.serve.http.app import create_app
 from attractor.serve.http.auth import add_key
-from attractor.serve.http.settings import ServeSettings
 from attractor.serve.service import Service
 
 ANN, BOB = "Ann Zorvan", "Bob Quillbeam"

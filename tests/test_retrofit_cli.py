@@ -322,7 +322,7 @@ def test_a_context_that_the_model_has_not(folder):
 def test_what_the_command_wrote_can_be_served(folder, text, tmp_path):
     from attractor.cli.serve import Serve
     from attractor.serve.decode.engine import Job
-    from attractor.serve.learning.rules import Rules
+    from attractor.serve.learning.canaries import Rules
 
     out = tmp_path / "out"
     assert cli.main(["retrofit", str(folder), "--data", str(text), "--out", str(out), *OPTIONS]) == 0
@@ -389,7 +389,7 @@ def test_a_retrofit_of_an_earlier_release_is_loaded_if_something_names_its_base(
 def test_a_folder_of_hugging_face_is_served_as_it_is(folder, tmp_path):
     """Without a retrofit: it is made teachable, with windows that it can read."""
     from attractor.cli.serve import Serve
-    from attractor.serve.learning.rules import Rules
+    from attractor.serve.learning.canaries import Rules
 
     serve = Serve(model=str(folder), learn=True, device="cpu", rules=Rules(canary_tokens=4))
     with serve.open(tmp_path / "data") as service:

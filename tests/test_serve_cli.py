@@ -115,7 +115,7 @@ def test_what_cannot_be_served_is_told_before_it_is_announced(
 def test_what_the_guard_learned_is_served(run: Path, tmp_path: Path) -> None:
     from attractor.cli.serve import Serve, store_overlays
     from attractor.front import load
-    from attractor.serve.learning.rules import Rules
+    from attractor.serve.learning.canaries import Rules
     from attractor.serve.service import Service
 
     text, out = tmp_path / "new.txt", tmp_path / "adapted"

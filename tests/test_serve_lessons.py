@@ -20,11 +20,9 @@ from attractor.generate import generate
 from attractor.hf.causal import CausalLM
 from attractor.serve.decode.engine import Job, Pin
 from attractor.serve.errors import KeyReused, Refused, Unavailable
-from attractor.serve.learning.asked import Said, asked, from_text
-from attractor.serve.learning.canaries import BasinCanaries
-from attractor.serve.learning.exchange import pack
+from attractor.serve.learning.canaries import BasinCanaries, Rules
+from attractor.serve.learning.catalogue import Said, asked, from_text, pack
 from attractor.serve.learning.readers import ReadingLayer
-from attractor.serve.learning.rules import Rules
 from attractor.serve.service import Service
 
 ANN, BOB, EVE = "Ann Zorvan", "Bob Quillbeam", "Eve Tandoor"
@@ -401,7 +399,7 @@ def test_prompts_that_no_lesson_is_about_are_the_bases(tmp_path: Path) -> None:
 def test_what_watchers_see(service: Service) -> None:
     from pydantic import TypeAdapter
 
-    from attractor.serve.http.monitor import Monitor
+    from attractor.serve.http.status import Monitor
 
     service.learn([about(ANN, "!"), about(BOB, "?")], "wiki")
     told = service.monitor()

@@ -10,7 +10,7 @@ from attractor.cli.serve import Serve
 from attractor.front import Model
 from attractor.hf.causal import CausalLM
 from attractor.serve.http.openai import chat_template
-from attractor.serve.learning.rules import Rules
+from attractor.serve.learning.canaries import Rules
 from attractor.tokenizer import ByteTokenizer
 
 RULES = Rules(canary_tokens=8)

@@ -12,7 +12,7 @@ from attractor.continual.config import GuardConfig, LearnConfig, UpdateConfig
 from attractor.continual.guarded import GuardedLearner
 from attractor.model import GPT
 from attractor.serve.decode.engine import Job
-from attractor.serve.learning.rules import Rules
+from attractor.serve.learning.canaries import Rules
 from attractor.serve.service import Limits, Service
 from attractor.tokenizer import ByteTokenizer
 

@@ -14,8 +14,8 @@ from attractor.continual.guard import Guard
 from attractor.continual.guarded import GuardedLearner
 from attractor.serve.decode.engine import Job
 from attractor.serve.errors import Busy, Refused, Unavailable
-from attractor.serve.learning.effects import MOST_FRAMES
-from attractor.serve.learning.rules import Rules
+from attractor.serve.learning.canaries import Rules
+from attractor.serve.learning.readers import MOST_FRAMES
 from attractor.serve.service import Limits, Service
 from attractor.tokenizer import ByteTokenizer
 
@@ -365,7 +365,7 @@ def test_watchers_see_after_a_restart_what_they_saw_before(tmp_path: Path) -> No
 def test_what_watchers_see(tmp_path: Path) -> None:
     from pydantic import TypeAdapter
 
-    from attractor.serve.http.monitor import Monitor
+    from attractor.serve.http.status import Monitor
 
     with serve(tmp_path) as service:
         TypeAdapter(Monitor).validate_python(service.monitor())

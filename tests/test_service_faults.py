@@ -14,7 +14,7 @@ from served import FOX, LAW, hashes, serve
 
 from attractor.serve.decode.engine import Job
 from attractor.serve.errors import KeyReused, Refused, Unavailable
-from attractor.serve.learning.rules import Rules
+from attractor.serve.learning.canaries import Rules
 from attractor.serve.service import Limits, Service
 from attractor.serve.store import State, verify
 

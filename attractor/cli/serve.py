@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from attractor.cli.common import Device, ModelName, known_tokens, otherwise, run_folder, validation_text
 from attractor.continual.config import AlsoName, AttentionName, GuardConfig, LearnConfig, UpdateConfig
-from attractor.serve.config import Limits, Rules, SyncName
-from attractor.serve.http.settings import ChatName, ServeSettings
+from attractor.serve.config import ChatName, Limits, Rules, ServeSettings, SyncName
 
 if TYPE_CHECKING:
     import numpy as np
@@ -208,8 +207,8 @@ class Serve:
 def store_overlays(learner: "GuardedLearner", folder: Path) -> None:
     """Give a new store the overlays that a learner came with, each as a source that learned once."""
     from attractor.continual.delta import Delta
-    from attractor.serve.learning.effects import fields_of, tensors_of
     from attractor.serve.learning.guarded import identity
+    from attractor.serve.learning.readers import fields_of, tensors_of
     from attractor.serve.learning.teacher import now
     from attractor.serve.store import Store
 

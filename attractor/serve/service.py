@@ -23,9 +23,9 @@ from attractor.serve.config import Limits, Rules, SyncName
 from attractor.serve.decode.engine import Engine, Job, Pin
 from attractor.serve.decode.stream import Stream
 from attractor.serve.errors import Busy, Unavailable
+from attractor.serve.learning.canaries import SELF, Canaries, self_canary
 from attractor.serve.learning.catalogue import searched
 from attractor.serve.learning.guarded import GuardedTeacher, identity
-from attractor.serve.learning.rules import SELF, Canaries, self_canary
 from attractor.serve.learning.teacher import Teacher
 from attractor.serve.store import Store
 from attractor.tokenizer import Tokenizer
@@ -384,7 +384,7 @@ class Service:
     # --- watching
 
     def monitor(self) -> dict[str, Any]:
-        """Figures for a dashboard, as `attractor.serve.http.monitor` describes them; no poll waits."""
+        """Figures for a dashboard, as `attractor.serve.http.status` describes them; no poll waits."""
         learned, figures = self.teacher.figures, self.engine.stats()
         recent = [
             {"at": seen["at"], "version": seen["version"], "shares": seen["posterior"]}

@@ -231,7 +231,8 @@ class FixedPasses:
             at = acted.unbind(1)
             every = zip(acted.tolist(), indices[at].tolist(), weights[at].tolist(), strict=True)
             for (row, column), patch, weight in every:
-                found[row].append((column, models[0].bank.owners[patch], weight))
+                if (lesson := models[0].bank.owners[patch]) >= 0:
+                    found[row].append((column, lesson, weight))
         return found
 
     def _run(self, models: Sequence[Any], tokens: Tensor, first: Tensor, longest: int = 0) -> "_Pass":

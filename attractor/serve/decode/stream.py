@@ -1,16 +1,25 @@
-"""What is generated goes from the engine's thread to its readers through a stream."""
+"""From the engine to a reader: a stream of tokens, and their text: whole characters, up to stop strings.
+
+decoder = TextDecoder(tokenizer, stops=["\\n\\n"])
+for token in stream: piece = decoder.push(token); send(piece.text)
+send(decoder.finish().text)
+"""
 
 import asyncio
+import dataclasses
 import threading
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Literal
 
 from attractor.serve.decode.sequences import GeneratedToken
 from attractor.serve.decode.touches import Touch
+from attractor.tokenizer import Tokenizer
 
 Finish = Literal["stop", "length", "cancelled", "error"]
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what decoders write for a character that is cut
+MOST_HELD = 16
 
 
 class StreamBuffer:
@@ -116,3 +125,137 @@ class Stream:
     async def __aiter__(self) -> AsyncIterator[GeneratedToken]:
         while (token := await self.anext()) is not None:
             yield token
+
+
+class Detokenizer:
+    """Turns tokens into pieces of text, each with the number of its tokens.
+
+    The pieces joined are the text of all tokens together. A token may end within a character; then the last
+    tokens, three at most, are held until it is whole. The tokens of the last piece stay as context, because
+    some tokenizers write the first token of a text differently.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._decode = tokenizer.decode
+        self._context: list[int] = []
+        self._held: list[int] = []
+
+    def push(self, token: int) -> tuple[str, int]:
+        self._held.append(token)
+        text = self._decode(self._context + self._held)
+        if not text.endswith(UNFINISHED) or len(self._held) > MOST_HELD:
+            return self.finish()
+        for count in range(min(3, len(self._held)), 0, -1):
+            head, tail = self._held[:-count], self._held[-count:]
+            if self._decode(self._context + head) + self._decode(tail) == text:
+                return self._release(len(head))
+        return "", 0
+
+    def finish(self) -> tuple[str, int]:
+        return self._release(len(self._held))
+
+    def _release(self, count: int) -> tuple[str, int]:
+        now, self._held = self._held[:count], self._held[count:]
+        text = self._decode(self._context + now)[len(self._decode(self._context)) :] if now else ""
+        self._context = now if text else self._context
+        return text, count
+
+
+class StopStrings:
+    """Lets text through up to the first stop string, and holds back what may become one.
+
+    The first stop string is the one that is complete first, so that it makes no difference in which pieces
+    the text comes.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._held = ""
+        self.stopped = False
+
+    def push(self, text: str) -> str:
+        if self.stopped:
+            return ""
+        self._held += text
+        found = [(at + len(stop), at) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        if found:
+            self.stopped = True
+            free, self._held = self._held[: min(found)[1]], ""
+            return free
+        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        cut = len(self._held) - keep
+        free, self._held = self._held[:cut], self._held[cut:]
+        return free
+
+    def finish(self) -> str:
+        free, self._held = self._held, ""
+        return free
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest end of `text` that begins `stop`."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenText:
+    """A token with its text; where several tokens make one character, the last of them has it."""
+
+    text: str
+    generated: GeneratedToken
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Text to be sent now, and the tokens that end in it."""
+
+    text: str
+    tokens: list[TokenText]
+
+
+class TextDecoder:
+    """Says what to send after each token. No token is sent before all of its text is."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+        self._detokenizer, self._stops = Detokenizer(tokenizer), StopStrings(stops)
+        self._unread: list[GeneratedToken] = []  # tokens whose text is not known yet
+        self._groups: list[tuple[str, list[GeneratedToken]]] = []  # those whose text is not sent yet
+        self._ahead = 0  # characters of the first group that were sent
+        self.count = 0
+
+    @property
+    def stopped(self) -> bool:
+        return self._stops.stopped
+
+    def push(self, generated: GeneratedToken) -> Piece:
+        self.count += 1
+        self._unread.append(generated)
+        return self._send(self._stops.push(self._read(*self._detokenizer.push(generated.token))))
+
+    def finish(self) -> Piece:
+        """The rest of the text, up to a stop string that is complete in it."""
+        if self.stopped:
+            return Piece("", [])
+        text = self._stops.push(self._read(*self._detokenizer.finish()))
+        return self._send(text + self._stops.finish())
+
+    def _read(self, text: str, count: int) -> str:
+        if count:
+            self._groups.append((text, self._unread[:count]))
+            del self._unread[:count]
+        return text
+
+    def _send(self, text: str) -> Piece:
+        self._ahead += len(text)
+        tokens: list[TokenText] = []
+        while self._groups and (len(self._groups[0][0]) <= self._ahead or self.stopped):
+            whole, group = self._groups.pop(0)
+            shown = whole[: self._ahead]
+            self._ahead -= len(shown)
+            if self.stopped and not shown:  # the stop string begins before this one
+                break
+            tokens += [TokenText("", one) for one in group[:-1]] + [TokenText(shown, group[-1])]
+        return Piece(text, tokens)

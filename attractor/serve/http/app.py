@@ -14,16 +14,14 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.routing import BaseRoute
 
+from attractor.serve.config import ServeSettings
 from attractor.serve.http.auth import KeyRing, declared
-from attractor.serve.http.changes import Changes, add_change_routes, add_text_routes
+from attractor.serve.http.changes import Changes, add_change_routes, add_lesson_routes, add_text_routes
 from attractor.serve.http.connections import limit_logs, limited
-from attractor.serve.http.lessons import add_lesson_routes
-from attractor.serve.http.metrics import Metrics
 from attractor.serve.http.middleware import Middleware
 from attractor.serve.http.openai import add_openai_routes
-from attractor.serve.http.replies import add_error_replies
-from attractor.serve.http.settings import ServeSettings
-from attractor.serve.http.status import add_dashboard, add_status_routes
+from attractor.serve.http.schemas import add_error_replies
+from attractor.serve.http.status import Metrics, add_dashboard, add_status_routes
 from attractor.serve.service import Service
 from attractor.version import __version__
 

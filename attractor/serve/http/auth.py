@@ -26,7 +26,7 @@ from typing import Any, Self, TypeVar
 
 from attractor.config import check_choice
 from attractor.files import write_file
-from attractor.serve.http.settings import is_loopback
+from attractor.serve.config import is_loopback
 
 SCOPES = ("generate", "learn", "monitor", "admin")
 FIGURES = ("monitor", "learn", "admin")

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from attractor.serve.http.settings import ServeSettings
+from attractor.serve.config import ServeSettings
 
 RESERVED_FILES = 256
 SHORT_S = 0.05  # a younger connection is not cut: its request may be about to be read

@@ -8,14 +8,12 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 
-from attractor.serve.decode.detokenize import Piece, TextDecoder, TokenText
+from attractor.serve.config import ServeSettings
 from attractor.serve.decode.engine import Job, Pin
-from attractor.serve.decode.stream import Stream
+from attractor.serve.decode.stream import Piece, Stream, TextDecoder, TokenText
 from attractor.serve.decode.touches import Touch
-from attractor.serve.http.metrics import Metrics
-from attractor.serve.http.replies import Problem, problem_of
-from attractor.serve.http.schemas import GenerationForm
-from attractor.serve.http.settings import ServeSettings
+from attractor.serve.http.schemas import GenerationForm, Problem, problem_of
+from attractor.serve.http.status import Metrics
 from attractor.serve.service import Service
 
 Result = TypeVar("Result")

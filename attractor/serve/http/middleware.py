@@ -20,11 +20,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import BaseRoute, Match, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from attractor.serve.config import ServeSettings
 from attractor.serve.http.auth import LOCAL, Endpoint, Key, KeyRing, declared, local_problem
 from attractor.serve.http.connections import RateLimit
-from attractor.serve.http.metrics import Metrics
-from attractor.serve.http.replies import VERSION, Problem, problem_of
-from attractor.serve.http.settings import ServeSettings
+from attractor.serve.http.schemas import VERSION, Problem, problem_of
+from attractor.serve.http.status import Metrics
 from attractor.serve.service import Service
 
 # No script but ours runs, and no eval. plotly.js fills an empty <style> by script and sets style attributes.

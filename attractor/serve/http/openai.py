@@ -14,7 +14,8 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from attractor.serve.decode.detokenize import Piece, TokenText
+from attractor.serve.config import ChatName, ServeSettings
+from attractor.serve.decode.stream import Piece, TokenText
 from attractor.serve.http.auth import needs
 from attractor.serve.http.generation import (
     Choice,
@@ -27,15 +28,21 @@ from attractor.serve.http.generation import (
     path_of,
     while_connected,
 )
-from attractor.serve.http.metrics import Metrics
-from attractor.serve.http.replies import LESSONS, VERSION, Problem, Reply, problem_of, to_json
-from attractor.serve.http.schemas import ChatForm, CompletionForm, ErrorReply, GenerationForm
-from attractor.serve.http.settings import ChatName, ServeSettings
+from attractor.serve.http.schemas import (
+    ERRORS,
+    LESSONS,
+    VERSION,
+    ChatForm,
+    CompletionForm,
+    GenerationForm,
+    Problem,
+    Reply,
+    problem_of,
+    to_json,
+)
+from attractor.serve.http.status import Metrics
 from attractor.serve.service import Service
 
-ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorReply} for status in (400, 401, 403, 404, 408, 413, 415, 422, 429, 503)
-}
 STREAM: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "One object, or with stream=true a stream of them",

@@ -1,13 +1,22 @@
-"""Texts that lessons must leave alone: what the base would write, short prompts, and texts of the operator's.
+"""Texts that learning must leave alone: the operator's own, short prompts, and what the base would write.
+
+Where texts are learned, every canary is predicted twice after a text was tried on the weights, and before
+anybody else can see it: by the mixture that readers get, and by the path that learned, alone. The first may
+be no worse than under the base by more than the guard's bound and `canary_rise`; the second by no more nats
+per token than the `drift` that a path may have in all. The base is the anchor: small steps add up to the same
+limit.
+
+    canaries = Canaries(base, {"news": tokens}, rules)
+    canaries.judge(guard, path)               # Refused, if one of them suffers
+
+Where lessons are taught, a lesson acts on a token only if its key lies in a basin. So the keys of all
+canaries are kept, and a lesson whose basins hold none of them changes nothing there, to the bit. Only where
+it does is a text predicted, with the lesson and without.
 
     canaries = BasinCanaries(net, lessons, {"news": tokens}, rules, context=512)
     for doing in canaries.prepare(): ...      # once, in pieces
     verdict = canaries.judge(patches)         # Refused, if one of them suffers from these patches
     canaries.accept(verdict)                  # once they are there
-
-A lesson acts on a token only if its key lies in a basin. So the keys of all canaries are kept, and a lesson
-whose basins hold none of them changes nothing there, to the bit. Only where it does is a text predicted, with
-the lesson and without.
 """
 
 import math
@@ -20,17 +29,20 @@ import torch
 from torch import Tensor
 
 from attractor import ops
+from attractor.continual.guard import Guard
 from attractor.continual.lessons import Lessons
-from attractor.evaluate import evaluate
+from attractor.evaluate import evaluate, perplexity
 from attractor.generate import generate
 from attractor.hf.causal import CausalLM
 from attractor.hf.halves import Halves
 from attractor.hf.net import Retrofit
 from attractor.hf.teachable import NAME
+from attractor.lm import LanguageModel
 from attractor.serve.config import Rules
 from attractor.serve.errors import Refused, Unavailable
-from attractor.serve.learning.rules import SELF
 
+SELF = "self"
+"""The canary that is always there: a text that the base wrote."""
 WINDOW = 128
 """Tokens that are read at once: a text is judged by the windows that a lesson enters."""
 MOST = 8192
@@ -49,6 +61,63 @@ PROMPTS = (
     "Summary:", "The company was founded in", "The city of London is", "Write a poem about", "Good night",
 )  # fmt: skip
 """Beginnings that anybody may ask with. A lesson about one of them would change what everybody gets."""
+
+
+def self_canary(base: LanguageModel, tokens: int, seed: int = 0) -> np.ndarray:
+    """What the base writes: a model that is changed beyond recognition predicts this badly."""
+    start = torch.zeros(1, 1, dtype=torch.int64, device=base.device)
+    written = [int(token) for token in generate(base, start, max_tokens=tokens, seed=seed)]
+    return np.array([0, *written], dtype=np.int64)
+
+
+class Canaries:
+    """Texts that must not suffer, and what the base makes of them."""
+
+    def __init__(self, base: LanguageModel, texts: Mapping[str, np.ndarray], rules: Rules) -> None:
+        self.base, self.rules = base, rules
+        self.whole = dict(texts)
+        for name, tokens in self.whole.items():
+            if len(tokens) < 2:
+                raise ValueError(f"canary {name!r} has {len(tokens)} tokens; it needs two or more")
+        self.part = {name: tokens[: rules.canary_tokens + 1] for name, tokens in texts.items()}
+        self.anchor = {
+            size: {name: evaluate(base, tokens) for name, tokens in kept.items()}
+            for size, kept in (("part", self.part), ("whole", self.whole))
+        }
+
+    def measure(
+        self, guard: Guard | None, path: LanguageModel | None, *, whole: bool = False
+    ) -> dict[str, Any]:
+        """For every canary: its perplexity under the guard and the most it may be, and the path's drift."""
+        texts, anchor = (self.whole, self.anchor["whole"]) if whole else (self.part, self.anchor["part"])
+        figures: dict[str, Any] = {}
+        for name, tokens in texts.items():
+            found: dict[str, float] = {"base": perplexity(anchor[name])}
+            if guard is not None:
+                costs = guard.bound(len(tokens) - 1) / (len(tokens) - 1)
+                found["most"] = (1 + self.rules.canary_rise) * perplexity(anchor[name] + costs)
+                found["perplexity"] = perplexity(evaluate(guard, tokens))
+            if path is not None:
+                found["drift"] = evaluate(path, tokens) - anchor[name]
+            figures[name] = found
+        return figures
+
+    def judge(
+        self, guard: Guard | None, path: LanguageModel | None, *, whole: bool = False
+    ) -> dict[str, Any]:
+        """The same; Refused if a canary is not kept."""
+        figures = self.measure(guard, path, whole=whole)
+        for name, found in figures.items():
+            if not found.get("perplexity", 0.0) <= found.get("most", 0.0):  # NaN is refused too
+                reached, most = found["perplexity"], found["most"]
+                raise Refused(f"canary {name!r} would be at {reached:.5g}; {most:.5g} is the most", figures)
+            if self.rules.drift is not None and not found.get("drift", 0.0) <= self.rules.drift:
+                raise Refused(
+                    f"the path would be {found['drift']:.3g} nats per token worse than the base on canary "
+                    f"{name!r}; its budget of drift is {self.rules.drift:g}",
+                    figures,
+                )
+        return figures
 
 
 @dataclass

@@ -1,12 +1,107 @@
-"""Lessons and the sources that taught them, as clients read of them."""
+"""Lessons as clients send them, read of them, and keep them in files.
 
-from typing import Any
+asked([("Zorvan Quillbeam was born in", "Lisbon")], subject="Zorvan Quillbeam")
+from_text("Zorvan Quillbeam lives in Oslo. He likes it. Zorvan Quillbeam sings.", "Zorvan Quillbeam")
+data = pack(deltas, base, calibration)
+calibration, deltas = unpack(data, base)    # a ValueError for what is no such file, or of another base
+"""
 
+import json
+import re
+import struct
+import unicodedata
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+
+from attractor.continual.delta import Delta
+from attractor.continual.forms import Form, check_forms, check_subject, shared_subject
 from attractor.continual.lessons import Lesson
+from attractor.continual.parts import lesson_in
 
+SENTENCE = re.compile(r"(?<=[.!?])[\"')\]]*\s+|\n+")
+PLAIN = "\n\r\t"
+FORMAT = "attractor-lessons-1"
 FORMS = ("forms", "taken_in")
 COUNTED = ("tokens", "bytes", "patches")
 """Figures of lessons that are summed for each source."""
+
+
+class Asked(NamedTuple):
+    """One lesson: prompts and answers about a subject. A sentence is an answer without a prompt."""
+
+    forms: tuple[tuple[str, str], ...]
+    subject: str
+    left_out: int = 0
+    """Sentences of a document that do not name the subject."""
+
+
+class Said(NamedTuple):
+    """A lesson as it was sent: a text, or forms; its subject may be known from elsewhere."""
+
+    text: str | None = None
+    forms: Sequence[Form] | None = None
+    subject: str | None = None
+
+    def asked(self) -> Asked:
+        return (
+            from_text(self.text or "", self.subject)
+            if self.forms is None
+            else asked(self.forms, self.subject)
+        )
+
+
+def asked(forms: Sequence[Form], subject: str | None = None) -> Asked:
+    """A lesson in these forms, or a ValueError that says what is wrong with them.
+
+    An answer that begins without a space gets one if its prompt does not end with one.
+    """
+    pairs = tuple(dict.fromkeys(spaced(pair) for pair in check_forms(forms)))
+    answers: dict[str, str] = {}
+    for prompt, answer in pairs:
+        for text in (prompt, answer):
+            check_text(text)
+        if prompt and answers.setdefault(prompt, answer) != answer:
+            raise ValueError(
+                f"the lesson contradicts itself: {prompt[:80]!r} is followed by {answers[prompt][:40]!r} and "
+                f"by {answer[:40]!r}"
+            )
+    found = shared_subject(pairs) if subject is None else check_subject(subject, pairs)
+    if not any("".join(pair).partition(found)[2].strip() for pair in pairs):
+        raise ValueError(f"nothing follows the subject, {found[:80]!r}, in any form: say something about it")
+    return Asked(pairs, found)
+
+
+def from_text(text: str, subject: str | None) -> Asked:
+    """The sentences of a text that name its subject, each as a form."""
+    check_text(text)
+    sentences = [sentence.strip() for sentence in SENTENCE.split(text) if sentence.strip()]
+    if not sentences:
+        raise ValueError("the lesson is empty: give a sentence")
+    if subject is None:
+        raise ValueError(
+            "a text alone does not tell what it is about: give a subject that stands in it, or several forms"
+        )
+    about = [sentence for sentence in sentences if subject in sentence]
+    if not about:
+        raise ValueError(f"no sentence of the text names its subject, {subject[:80]!r}")
+    return asked(about, subject)._replace(left_out=len(sentences) - len(about))
+
+
+def spaced(pair: tuple[str, str]) -> tuple[str, str]:
+    prompt, answer = pair
+    touch = prompt and not prompt[-1].isspace() and not answer[0].isspace()
+    return (prompt, f" {answer}") if touch else pair
+
+
+def check_text(text: str) -> None:
+    """Refuse what would not be read, by a ValueError."""
+    for letter in text:
+        if letter not in PLAIN and unicodedata.category(letter) == "Cc":
+            raise ValueError(f"a lesson is text, and this has the control character {letter!r}: leave it out")
 
 
 def figures_of(lesson: Lesson, fields: dict[str, Any]) -> dict[str, Any]:
@@ -94,3 +189,40 @@ def searched(
 
 def words_of(entry: dict[str, Any]) -> str:
     return "\n".join([entry["subject"], *("".join(form) for name in FORMS for form in entry[name])])
+
+
+def pack(deltas: Iterable[Delta], base: str, calibration: str) -> bytes:
+    """Lessons as a file, which a server with the same base can take over.
+
+    The file is safetensors. Each tensor holds the bytes of one lesson's delta; the header says what the
+    lessons belong to. Where the calibration is the same, lessons can be put in as they are; otherwise they
+    have to be learned again from their words.
+    """
+    tensors = {
+        str(lesson_in(delta).number): torch.frombuffer(bytearray(delta.to_bytes()), dtype=torch.uint8)
+        for delta in deltas
+    }
+    return save(tensors, {"format": FORMAT, "base": base, "calibration": calibration})
+
+
+def unpack(data: bytes, base: str) -> tuple[str, list[Delta]]:
+    """The calibration that lessons belong to, and the lessons in the order in which they were taught."""
+    try:
+        (length,) = struct.unpack("<Q", data[:8])
+        header = json.loads(data[8 : 8 + length])["__metadata__"]
+        if header["format"] != FORMAT:
+            raise ValueError(f"its format is {header['format']!r}, and this release reads {FORMAT!r}")
+        calibration = str(header["calibration"])
+        tensors = load(data)
+        numbered = sorted((int(name), tensor) for name, tensor in tensors.items())
+        deltas = [Delta.from_bytes(tensor.numpy().tobytes()) for _, tensor in numbered]
+        if [lesson_in(delta).number for delta in deltas] != [number for number, _ in numbered]:
+            raise ValueError("its lessons are numbered wrongly")
+    except (SafetensorError, LookupError, TypeError, ValueError, RuntimeError, struct.error) as error:
+        raise ValueError(f"this is no file of lessons: {error}") from error
+    if header["base"] != base:
+        raise ValueError(
+            f"these lessons were taught to another base ({header['base'][:12]}, and this is {base[:12]}): "
+            "teach them again from their words"
+        )
+    return calibration, deltas

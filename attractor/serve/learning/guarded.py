@@ -23,7 +23,8 @@ from attractor.continual.update import NotFiniteUpdate, Undo, delta_of
 from attractor.serve.config import Rules
 from attractor.serve.decode.sequences import Publication
 from attractor.serve.errors import Busy, Refused, StoreDamaged, Unavailable
-from attractor.serve.learning.effects import (
+from attractor.serve.learning.canaries import Canaries
+from attractor.serve.learning.readers import (
     WEIGHTS,
     Frames,
     fields_of,
@@ -32,7 +33,6 @@ from attractor.serve.learning.effects import (
     reading_copy,
     tensors_of,
 )
-from attractor.serve.learning.rules import Canaries
 from attractor.serve.learning.teacher import RECENT, Teacher, Teaches
 from attractor.serve.store import Change, State, Store
 

@@ -42,10 +42,8 @@ from attractor.lm import TrainableModel
 from attractor.serve.config import Rules
 from attractor.serve.decode.sequences import Publication
 from attractor.serve.errors import Refused, StoreDamaged, Unavailable
-from attractor.serve.learning.asked import Asked, Said
 from attractor.serve.learning.canaries import BasinCanaries, Verdict
-from attractor.serve.learning.catalogue import Catalogue, figures_of, searched
-from attractor.serve.learning.exchange import pack, unpack
+from attractor.serve.learning.catalogue import Asked, Catalogue, Said, figures_of, pack, searched, unpack
 from attractor.serve.learning.readers import Readers
 from attractor.serve.learning.teacher import RECENT, Teacher, Teaches, log, now
 from attractor.serve.store import Change, State, Store
