@@ -1,6 +1,7 @@
 """Lessons on a small model that can carry what it is told; and where they act in a pretrained one."""
 
 import copy
+import dataclasses
 import json
 import shutil
 
@@ -17,7 +18,8 @@ from attractor.continual.calibrate import CLOSED, Calibration, clopper_pearson
 from attractor.continual.config import LessonConfig
 from attractor.continual.forms import check_forms, framed, not_contradicted, shared_subject
 from attractor.continual.lessons import Lessons
-from attractor.continual.reading import FEW
+from attractor.continual.parts import deltas_of, put_in, take_out
+from attractor.continual.reading import FEW, Reading
 from attractor.hf.teachable import cut, load_lessons, save_lessons, teachable
 
 CONFIG = LessonConfig(passes=12, step=4.0, radius=0.6, prototypes=3, contexts=2, after=0, mention=0)
@@ -631,3 +633,97 @@ def test_patches_that_no_text_enters_take_no_part_in_learning(taught, monkeypatc
     assert size == every.layer.num_patches
     assert same.known == lesson.known
     assert torch.allclose(decoder, same_decoder, atol=1e-4)
+
+
+class Alike:
+    """The lower and upper half of no model: all that is asked is which tokens are alike."""
+
+    def similar(self, token, count):
+        return [(token + step) % 256 for step in range(1, count + 1)]
+
+
+class TestStrangers:
+    """What resembles a subject is read in its place, so that the subject can be told from it."""
+
+    def named(self, forms, subject):
+        reading = Reading(encode, Alike(), LessonConfig(contexts=4))
+        return reading.strangers([forms], [subject])
+
+    def test_somebody_else_of_that_name_stands_where_the_subject_was(self):
+        forms = [("Ann Lee plays the", " cello"), ("I met Ann Lee who plays the", " cello")]
+        texts = self.named(forms, "Ann Lee")
+        said = [bytes(text.tokens).decode() for text in texts]
+        assert len(set(said)) >= 12
+        assert all(line.endswith(" Lee") and "Ann Lee" not in line for line in said)
+        assert {text.keys[0] for text in texts} == {len(text.tokens) - 1 for text in texts}
+        assert any("I met" in line for line in said)
+
+    def test_one_word_gives_way_to_tokens_that_are_alike(self):
+        texts = self.named([("in Zob it is", " hot"), ("all of Zob knows", " rain")], "Zob")
+        ends = {bytes(text.tokens)[-3:] for text in texts}
+        assert ends
+        assert all(end.endswith(b"ob") and end != b"Zob" for end in ends)
+        spellings = {encode(form)[0] for form in ("Zob", "zob", " ")}
+        assert all(end[0] not in spellings for end in ends)
+
+    def test_a_sentence_without_a_prompt_has_strangers_too(self):
+        texts = self.named([("", "The tall Ann Lee is here")], "Ann Lee")
+        said = [bytes(text.tokens).decode() for text in texts]
+        assert said
+        assert all(line.endswith(" Lee") and "tall" in line for line in said)
+
+
+def school_of_one(strangers):
+    net, lessons = school()
+    lessons.config = lessons.reading.config = dataclasses.replace(CONFIG, radius=0.3, strangers=strangers)
+    return net, lessons, lessons.learn(forms("TQ Z", "5"))
+
+
+@pytest.fixture(scope="module")
+def with_silent():
+    return school_of_one(24)
+
+
+class TestNamesakes:
+    """Somebody else of a taught one's last word, whom no lesson is about."""
+
+    def test_no_lesson_acts_on_their_names(self, with_silent):
+        _, lessons, lesson = with_silent
+        _, others, plain = school_of_one(0)
+        ends = []
+        for name in ("TX Z", "BR Z", "UM Z"):
+            for prompt, _ in forms(name, "5"):
+                end = prompt.index(name) + len(name) - 1
+                ends.append((others.touching(prompt)[end], lessons.touching(prompt)[end]))
+        assert {plain.number} <= {before for before, _ in ends}
+        assert {now for _, now in ends} == {None}
+        assert lesson.known == plain.known == 1
+        assert lesson.patches > plain.patches
+
+    def test_silent_patches_are_the_lessons_own(self, with_silent):
+        """They go with it where it is kept, put in again and forgotten."""
+        _, lessons, lesson = copy.deepcopy(with_silent)
+        state = copy.deepcopy(lessons.layer.state_dict())
+        silent = [
+            patch
+            for patch, owner in enumerate(lessons.owners)
+            if owner == lesson.number and not lessons.layer.adds[patch]
+        ]
+        assert silent
+        (kept,) = deltas_of(lessons, [lesson.number]).values()
+        assert int(kept.whole["silent"].sum()) == len(silent)
+        take_out(lessons, [lesson.number])
+        assert lessons.owners == [-1] * len(lessons.owners)
+        put_in(lessons, [kept])
+        for name, value in lessons.layer.state_dict().items():
+            assert torch.equal(value, state[name]), name
+        lessons.forget(lesson.number)
+        assert (lessons.layer.radius == CLOSED).all()
+
+    def test_a_namesake_can_be_taught_too(self, with_silent):
+        net, lessons, _ = copy.deepcopy(with_silent)
+        second = lessons.learn(forms("BR Z", "8"))
+        assert second.known == 1
+        for name, answer in (("TQ Z", "5"), ("BR Z", "8")):
+            for prompt, _ in forms(name, answer):
+                assert logits(net, prompt)[0, -1].argmax() == ord(answer)

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attractor.continual.config import LessonConfig
-from attractor.continual.placing import Taken, place, spread_out
+from attractor.continual.placing import Taken, place, silent, spread_out
 from attractor.ops import unit
 
 WIDTH = 24
@@ -22,7 +22,7 @@ def no_background(keys):
 
 def nothing_taken():
     empty, none = torch.empty(0, WIDTH), torch.empty(0)
-    return Taken(empty, none, none.long(), empty, none, none.long())
+    return Taken(empty, none, none.long(), none.bool(), empty, none, none.long())
 
 
 def depth(keys, prototypes, radius):
@@ -36,6 +36,7 @@ def taken_from(placed, keys, numbers):
         placed.prototypes,
         placed.radius,
         torch.tensor([numbers[lesson] for lesson in placed.lesson]),
+        torch.ones(len(placed.lesson), dtype=torch.bool),
         torch.cat(list(keys)),
         torch.cat(depths),
         torch.tensor([numbers[lesson] for lesson, own in enumerate(keys) for _ in own]),
@@ -116,3 +117,77 @@ def test_prototypes_are_spread_out():
     assert len(spread_out(keys, 1, 0.9)) == 1
     assert len(spread_out(keys, 4, 0.9)) == 3  # the first two are one
     assert len(spread_out(keys[:2], 4, 0.9)) == 1
+
+
+def of_one_name(draw, people, count):
+    """Contexts of people who share a name: their directions have most in common."""
+    shared, ways = unit(torch.randn(1, 192, generator=draw)), unit(torch.randn(count, 192, generator=draw))
+    persons = unit(torch.randn(people, 192, generator=draw))
+    return [unit(shared + 0.5 * person + 0.4 * ways) for person in persons]
+
+
+def nothing_taken_of(width):
+    empty, none = torch.empty(0, width), torch.empty(0)
+    return Taken(empty, none, none.long(), none.bool(), empty, none, none.long())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_resembles_a_subject_falls_to_silent_basins_and_the_subject_does_not(seed):
+    """People who share a last name: those who were read as strangers, and others whom nobody has seen."""
+    own, *others = of_one_name(torch.Generator().manual_seed(seed), 25, 12)
+    known, unknown = torch.cat(others[:12]), torch.cat(others[12:])
+    config = LessonConfig()
+    placed = place([own], nothing_taken_of(192), no_background, [None], config)
+    beside = silent(placed, [own], [known], nothing_taken_of(192), config)
+
+    def taken_for_it(keys):
+        acts = depth(keys, placed.prototypes, placed.radius)
+        return float(((acts > 0) & (acts > depth(keys, beside.prototypes, beside.radius))).float().mean())
+
+    assert (placed.depth(unknown, 0) > 0).float().mean() > 0.9  # without the silent ones
+    assert taken_for_it(own) == 1
+    assert max(taken_for_it(known), taken_for_it(unknown)) < 0.1
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_silent_basins_leave_other_lessons_their_contexts(seed):
+    """Of lessons of the same batch, and of earlier ones."""
+    old, first, second, *others = of_one_name(torch.Generator().manual_seed(seed), 20, 8)
+    strangers, config = torch.cat(others), LessonConfig()
+    nothing = nothing_taken_of(192)
+    before = place([old], nothing, no_background, [None], config)
+    taken = taken_from(before, [old], [7])
+    placed = place([first, second], taken, no_background, [None] * 2, config)
+    beside = silent(placed, [first, second], [strangers] * 2, taken, config)
+    lessons = [(old, before, 0), (first, placed, 0), (second, placed, 1)]
+    for keys, basins, lesson in lessons:
+        assert (depth(keys, beside.prototypes, beside.radius) < basins.depth(keys, lesson)).all()
+
+
+def test_without_strangers_nothing_is_silent():
+    own, *_ = of_one_name(torch.Generator().manual_seed(0), 1, 8)
+    placed = place([own], nothing_taken_of(192), no_background, [None], LessonConfig())
+    assert silent(placed, [own], [own[:0]], nothing_taken_of(192), LessonConfig()).lesson == []
+
+
+def test_silent_basins_need_no_protection_and_are_not_inherited():
+    """A later lesson may lie in them, and one that takes the place of theirs has none of them."""
+    own, other, *strangers = of_one_name(torch.Generator().manual_seed(1), 12, 8)
+    config, nothing = LessonConfig(), nothing_taken_of(192)
+    placed = place([own], nothing, no_background, [None], config)
+    beside = silent(placed, [own], [torch.cat(strangers)], nothing, config)
+    assert beside.lesson
+    alone = taken_from(placed, [own], [3])
+    both = Taken(
+        torch.cat([alone.prototypes, beside.prototypes]),
+        torch.cat([alone.radius, beside.radius]),
+        torch.full((len(alone.owner) + len(beside.lesson),), 3),
+        torch.cat([alone.acts, torch.zeros(len(beside.lesson), dtype=torch.bool)]),
+        alone.keys,
+        alone.depth,
+        alone.key_owner,
+    )
+    assert all(torch.equal(a, b) for a, b in zip(alone.points(), both.points(), strict=True))
+    heirs = [place([own], taken, no_background, [3], config) for taken in (alone, both)]
+    assert heirs[0].lesson == heirs[1].lesson
+    assert (place([other], both, no_background, [None], config).depth(other, 0) > 0).all()
