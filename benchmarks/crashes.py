@@ -63,7 +63,7 @@ def serve(folder: Path, model: GuardedLearner | None = None, **options: Any) -> 
 
 
 LONGEST_S = 60.0
-"""A server that has not acknowledged anything by then, or was to die and did not, is killed."""
+"""A server that has not acknowledged anything by then is killed."""
 LIVES = 20
 """Of one folder: every life is checked from its first record on."""
 STATEMENTS = (
@@ -320,7 +320,7 @@ def one_life(
     process.start()
     theirs.close()
     wanted = seed % 10 // 2 + 1 if seed % 2 and not mortal else 0
-    deadline = time.monotonic() + (LONGEST_S if wanted or mortal else patience)
+    deadline = time.monotonic() + (LONGEST_S if wanted else patience)
     while True:
         if not ours.poll(max(0.0, deadline - time.monotonic())):
             process.kill()
