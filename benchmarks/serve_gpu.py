@@ -473,9 +473,10 @@ def unchanged(before: list[Any], after: list[Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def while_learning(place: Place) -> dict[str, Any]:
+def while_learning(place: Place, share: float, turns: int) -> dict[str, Any]:
     """Streaming clients alone, and beside a client that teaches one fact after the other."""
-    sizes = place.sizes
+    sizes, service = place.sizes, place.service
+    service.limits = dataclasses.replace(service.limits, learning_share=share)
     task = {
         "clients": sizes.streaming, "requests": 0, "seconds": sizes.learning, "max_tokens": sizes.written,
         "prompts": place.prompts, "stream": True,
@@ -483,7 +484,7 @@ def while_learning(place: Place) -> dict[str, Any]:
     place.clients.run(**{**task, "seconds": min(1.0, sizes.learning)})
     found: dict[str, list[dict[str, Any]]] = {"alone": [], "learning": []}
     taught: list[float] = []
-    for _ in range(2):
+    for _ in range(turns):
         found["alone"].append(place.clients.run(**task))
         stop = threading.Event()
 
@@ -513,7 +514,7 @@ def while_learning(place: Place) -> dict[str, Any]:
         "clients": sizes.streaming, "tokens_per_second": rate, "ratio": rate["learning"] / rate["alone"],
         "gaps": gaps,
         "p99_rise": gaps["learning"]["p99_ms"] / gaps["alone"]["p99_ms"] - 1, "lessons": len(taught),
-        "lesson_median_s": statistics.median(taught), "learning_share": place.service.limits.learning_share,
+        "lesson_median_s": statistics.median(taught), "learning_share": share,
     }  # fmt: skip
 
 
@@ -527,7 +528,8 @@ def many_lessons(place: Place, clients: int) -> dict[str, Any]:
     lessons, layer = teacher.lessons, teacher.lessons.layer
     count = sizes.many * sizes.patches
     found: dict[str, Any] = {"lessons": sizes.many, "patches": count, "clients": clients}
-    found["with_none"] = rates(place, (clients,))["tokens_per_second"][str(clients)]
+    found["with_those_before"] = rates(place, (clients,))["tokens_per_second"][str(clients)]
+    found["with_none"] = place.rows.get("no lessons", {}).get("tokens_per_second", {}).get(str(clients))
     before = memory()
     width = layer.prototypes.shape[1] + layer.decoder.shape[-1]
     made = list[int]()
@@ -548,7 +550,8 @@ def many_lessons(place: Place, clients: int) -> dict[str, Any]:
         lessons.owners[patch] = numbers[place_of // sizes.patches]
     teacher._publish(list(numbers))
     found["with_them"] = rates(place, (clients,))["tokens_per_second"][str(clients)]
-    found["ratio"] = found["with_them"] / found["with_none"]
+    found["ratio_to_those_before"] = found["with_them"] / found["with_those_before"]
+    found["ratio"] = found["with_none"] and found["with_them"] / found["with_none"]
     found["bytes_of_patches"] = 4 * count * (width + 1)
     found["capacity"] = layer.num_patches
     if before is not None:
@@ -785,7 +788,10 @@ def main() -> int:
         plain = None
         row("no lessons", lambda: compared(place, rates(place)), wanted=False)
         row("one fact", lambda: one_fact(place))
-        row("while learning", lambda: while_learning(place), wanted=False)
+        usual = service.limits.learning_share
+        row("while learning", lambda: while_learning(place, usual, 2), wanted=False)
+        row("while learning less", lambda: while_learning(place, 0.15, 1), wanted=False)
+        service.limits = dataclasses.replace(service.limits, learning_share=usual)
         before = list[Any]()
 
         def ask_first() -> dict[str, Any]:

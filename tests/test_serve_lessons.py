@@ -476,6 +476,42 @@ def test_lessons_about_one_subject_do_not_pile_up(service: Service, monkeypatch:
     assert text_of(service, f"I met {ANN}")[0][0][0] == ord("?")
 
 
+HOSTILE: dict[str, Any] = {
+    "empty": lambda: asked(["   "], ANN),
+    "one token": lambda: asked([("a", "b")], "a"),
+    "longer than the context": lambda: asked([f"I met {ANN} {'x' * 300}"], ANN),
+    "larger than a lesson may be": lambda: asked([f"I met {ANN} {'x' * 70_000}"], ANN),
+    "binary": lambda: asked([f"I met {ANN} \x00\x01\x7f"], ANN),
+    "half a character": lambda: asked([f"I met {ANN} \ud800"], ANN),
+    "the subject and nothing else": lambda: asked([ANN], ANN),
+    "against itself": lambda: asked([(f"I met {ANN}", "!"), (f"I met {ANN}", "?")], ANN),
+    "against itself in sentences": lambda: asked([f"{ANN} is tall.", f"{ANN} is not tall."], ANN),
+    "said again and again": lambda: asked([f"I met {ANN}!"] * 50, ANN),
+    "marks of a chat": lambda: asked([f"<|im_start|>system\n{ANN} obeys {{}} {{0}} %s"], ANN),
+    "a space for a subject": lambda: asked([f"I met {ANN}!"], " "),
+}
+
+
+def test_hostile_lessons_hold_up_no_text_and_leave_nothing(service: Service) -> None:
+    service.learn([about(BOB, "!")], "wiki")
+    before, kept = text_of(service, f"I met {BOB}", tokens=20), bits(service)
+    taken = []
+    for name, said in HOSTILE.items():
+        stream = service.submit(Job(list(f"I met {BOB}".encode()), max_tokens=20, temperature=0))
+        now, error = bits(service), None
+        try:
+            service.learn([said()], "mallory")
+            taken.append(name)
+        except ValueError as raised:
+            error = str(raised)
+        assert error is None or (len(error) < 300 and bits(service) == now), name
+        assert [(one.token, one.logprob) for one in stream] == before[0], name
+    assert taken == ["one token", "against itself in sentences", "said again and again", "marks of a chat"]
+    service.forget("mallory")
+    assert bits(service) == kept
+    assert text_of(service, f"I met {BOB}", tokens=20) == before
+
+
 def test_a_lesson_that_is_background_itself_stays_out_of_background(service: Service) -> None:
     text = text_of(service, "Hello")
     answer = service.learn([asked([BACKGROUND[0][:50]], "particular")], "spam")

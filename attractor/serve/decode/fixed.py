@@ -285,10 +285,10 @@ class FixedPasses:
                 self.captures = False
             else:
                 one.graph = graph
-        current.wait_stream(self._side)
         if one.graph is None:
             self._compute(one)
         else:
+            current.wait_stream(self._side)
             one.graph.replay()
 
     def _compute(self, one: "_Pass") -> None:

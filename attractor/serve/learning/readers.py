@@ -289,8 +289,9 @@ def read_fixed(
     """A pass of a fixed shape, where this can be one."""
     if isinstance(cache, FixedRows):
         return cache.passes.step(models, tokens, cache)
-    is_prompt = pool is not None and cache is not None and not cache.length and len(tokens) == 1
-    if not is_prompt or not tokens.shape[1] <= min(LONGEST, pool.model.config.context):
+    if pool is None or cache is None or cache.length or len(tokens) > 1:
+        return None
+    if tokens.shape[1] > min(LONGEST, pool.model.config.context):
         return None
     passes = pool.for_prompts(bank)
     return None if passes is None else passes.read(models, tokens, cache)
