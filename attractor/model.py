@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from attractor import ops
 from attractor.config import APNConfig, GPTConfig, MoEConfig
 from attractor.files import check_hashes, hashing, save_tensors, write_file, write_text
 from attractor.layer import APN, RoutingStats
@@ -297,6 +298,7 @@ class GPT(nn.Module):
         self, tokens: Tensor, *, cache: KVCache | None = None, return_stats: bool = False
     ) -> Tensor | tuple[Tensor, dict[int, RoutingStats]]:
         """Logits (B, T, V) for tokens (B, T); with `return_stats`, also the routing of each routed layer."""
+        ops.refuse_symbols(tokens)
         steps = tokens.shape[1]
         end = steps + (0 if cache is None else cache.length)
         if end > self.config.context:
