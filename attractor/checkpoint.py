@@ -28,7 +28,14 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from attractor.distributed import World
-from attractor.files import recover_folder, remove_folder, save_tensors, write_folder
+from attractor.files import (
+    check_hashes,
+    parse_json,
+    recover_folder,
+    remove_folder,
+    save_tensors,
+    write_folder,
+)
 from attractor.lm import TrainableModel
 from attractor.model import GPT
 from attractor.tokenizer import Tokenizer, load
@@ -163,6 +170,7 @@ def write_training(folder: Path, tensors: State, progress: dict[str, Any]) -> No
 
 def read_training(folder: Path) -> tuple[State, dict[str, Any]]:
     try:
-        return load_file(folder / "training.safetensors"), json.loads((folder / "training.json").read_text())
+        check_hashes(folder)
+        return load_file(folder / "training.safetensors"), parse_json((folder / "training.json").read_text())
     except (OSError, SafetensorError, ValueError) as error:
         raise ValueError(f"cannot resume from {folder}: {error}") from error

@@ -64,7 +64,11 @@ def check_roles(roles: Iterable[str], name: str = "roles") -> None:
     """Names of roles in a sequence; a lone string would be taken apart into letters."""
     if isinstance(roles, str):
         raise ValueError(f"{name}={roles!r} must be a sequence of roles, such as ({roles!r},)")
-    if unknown := sorted(set(roles) - set(get_args(RoleName))):
+    try:
+        unknown = sorted(set(roles) - set(get_args(RoleName)), key=str)
+    except TypeError as error:  # out of a file it may be anything
+        raise ValueError(f"{name}={roles!r} must be a sequence of roles") from error
+    if unknown:
         raise ValueError(f"{name}: unknown roles {unknown}; allowed: {', '.join(get_args(RoleName))}")
 
 
@@ -89,7 +93,7 @@ class JSONConfig:
         """Read what `to_json` wrote; a missing field takes its default, an unknown one is an error."""
         try:
             fields = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"not a configuration: {error}") from error
         return cls.from_dict(fields)
 
@@ -355,12 +359,15 @@ class GPTConfig(JSONConfig):
                 f"apn.num_layers={self.apn.num_layers} contradicts num_layers={self.num_layers}; set only "
                 "num_layers"
             )
+        if not isinstance(self.per_layer, dict):
+            raise ValueError(f"per_layer={self.per_layer!r} must be a dict of layers")
         for key, changes in self.per_layer.items():
             if not isinstance(changes, dict):
                 raise ValueError(f"per_layer[{key!r}] must be a dict of settings, not {changes!r}")
             if not (key.isdecimal() and int(key) < self.num_layers):
                 raise ValueError(f"per_layer names layer {key!r}; allowed: '0' to '{self.num_layers - 1}'")
-        kinds = {self.ffn_of(layer)[0] for layer in range(self.num_layers)}
+        alike = range(min(self.num_layers, 1 + len(self.per_layer)))  # one of them is in no way special
+        kinds = {self.ffn_of(int(layer))[0] for layer in {*alike, *self.per_layer}}
         if len(mixtures := kinds & {"moe", "switch"}) == 1:  # with both, a setting may be for the other
             self.moe.for_kind(mixtures.pop())
 

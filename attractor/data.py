@@ -31,7 +31,7 @@ from torch import Tensor
 from attractor import corpora
 from attractor import tokenizer as tokenizers
 from attractor.config import check_number, check_seed, check_size
-from attractor.files import replace_folder
+from attractor.files import parse_json, replace_folder
 from attractor.tokenizer import Tokenizer, describe
 from attractor.version import __version__
 
@@ -146,7 +146,7 @@ class Dataset:
 
 def _read_meta(path: Path) -> Meta:
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        meta = parse_json(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     version = meta.get("schema_version") if isinstance(meta, dict) else None

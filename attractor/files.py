@@ -1,14 +1,17 @@
 """Files and folders that appear whole or not at all, and JSON that every reader understands.
 
 What is written lies under another name first, is flushed to the disk and then renamed: a kill at any moment
-leaves what was there before, or what is new.
+leaves what was there before, or what is new. A saved folder says in hashes.json what its files are, so that
+one that was damaged or mixed up is refused.
 """
 
+import hashlib
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,13 +47,71 @@ def save_tensors(tensors: "Mapping[str, Tensor]", path: Path, metadata: dict[str
         raise OSError(f"cannot write {path.name} in {path.parent}: {error}") from error
 
 
-def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
-    """Call `fill` with an empty folder, flush what it wrote, and make it appear as `target`."""
+HASHES = "hashes.json"
+"""Beside saved files: name -> SHA-256. It is no signature, and may be deleted where a change was meant."""
+
+
+def check_hashes(folder: Path, *names: str) -> None:
+    """A ValueError if a file of a saved folder is not what was saved, any that is listed or one of `names`.
+
+    Folders of earlier releases, which list nothing, pass.
+    """
+    listed = _listed(folder)
+    for name in names or listed:
+        if name in listed and sha256_of(folder / name) != listed[name]:
+            raise ValueError(
+                f"{folder / name} is not what was saved: its hash differs. Take a copy that is whole; if it "
+                f"was changed on purpose, delete {folder / HASHES}"
+            )
+
+
+@contextmanager
+def hashing(folder: Path, *names: str) -> Iterator[None]:
+    """Around the writing of these files: a kill meanwhile leaves them unlisted, as an earlier release did."""
+    kept = {name: value for name, value in _listed(folder).items() if name not in names}
+    if (folder / HASHES).exists():
+        write_text(folder / HASHES, json.dumps(kept, indent=1))
+    yield
+    found = {name: sha256_of(folder / name) for name in names}
+    write_text(folder / HASHES, json.dumps(kept | found, indent=1))
+
+
+def _listed(folder: Path) -> dict[str, str]:
+    try:
+        listed = parse_json((folder / HASHES).read_bytes())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ValueError(f"{folder / HASHES} is damaged: {error}") from error
+    if not isinstance(listed, dict) or any(Path(name).is_absolute() or ".." in name for name in listed):
+        raise ValueError(f"{folder / HASHES} is damaged: it lists no files of this folder")
+    return listed
+
+
+def sha256_of(path: Path) -> str:
+    """The hash of a file; one that is not there has none that could be right."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except (FileNotFoundError, IsADirectoryError):
+        return "missing"
+
+
+def write_folder(target: Path, fill: Callable[[Path], None], *, hashed: bool = True) -> None:
+    """Call `fill` with an empty folder, flush what it wrote, and make it appear as `target`.
+
+    If `hashed`, it lists the hashes of its files but those for people, for `check_hashes`.
+    """
     partial = target.with_name(f".partial-{target.name}-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         fill(partial)
+        if hashed:
+            (partial / HASHES).unlink(missing_ok=True)  # of what `fill` wrote first
+            found = [path for path in sorted(partial.rglob("*")) if path.is_file() and path.suffix != ".md"]
+            with hashing(partial, *(path.relative_to(partial).as_posix() for path in found)):
+                pass
         replace_folder(partial, target)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -113,6 +174,14 @@ def finite(values: Any) -> Any:
     return None if isinstance(values, float) and not math.isfinite(values) else values
 
 
+def parse_json(text: str | bytes) -> Any:
+    """As `json.loads`, whose errors are ValueErrors; one for text that is nested too deeply, too."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
 def read_jsonl(path: Path, counter: str, until: float = math.inf) -> list[dict[str, Any]]:
     """The records of a log whose `counter` is a whole number, `until` at most; none where there is no file.
 
@@ -122,8 +191,8 @@ def read_jsonl(path: Path, counter: str, until: float = math.inf) -> list[dict[s
     records = []
     for line in path.read_text().splitlines() if path.is_file() else []:
         try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
+            record = parse_json(line)
+        except ValueError:
             continue
         if isinstance(record, dict) and isinstance(record.get(counter), int) and record[counter] <= until:
             records.append(record)

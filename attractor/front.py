@@ -27,7 +27,7 @@ from attractor.continual.lessons import Lesson, Lessons
 from attractor.data import IGNORED
 from attractor.distributed import parse_device
 from attractor.evaluate import evaluate
-from attractor.files import recover_folder
+from attractor.files import check_hashes, parse_json, recover_folder
 from attractor.generate import generate
 from attractor.lm import mode
 from attractor.model import GPT
@@ -423,7 +423,7 @@ def base_of(folder: Path) -> str:
 def _field(path: Path, name: str) -> Any:
     """One field of a JSON file; None where it is not to be had."""
     try:
-        return json.loads(path.read_text()).get(name)
+        return parse_json(path.read_text()).get(name)
     except (OSError, ValueError, AttributeError):
         return None
 
@@ -450,7 +450,7 @@ def _transcript(messages: Messages) -> str:
 def _is_ours(folder: Path) -> bool:
     """Whether a folder is a run, a checkpoint or a saved model of this package."""
     try:
-        return "model_type" not in json.loads((folder / "config.json").read_text())
+        return "model_type" not in parse_json((folder / "config.json").read_text())
     except FileNotFoundError:  # a run has it further down
         return True
     except ValueError as error:
@@ -500,7 +500,8 @@ def _with_lessons(folder: Path, device: torch.device, context: int | None) -> Mo
     from attractor.hf.teachable import NAME, load_lessons
 
     try:
-        source = json.loads((folder / BASE).read_text())["source"]
+        check_hashes(folder, BASE)
+        source = parse_json((folder / BASE).read_text())["source"]
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{folder / BASE} does not say where the base is: {error}") from error
     if not isinstance(source, str):

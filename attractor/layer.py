@@ -490,6 +490,7 @@ class APN(nn.Module):
         return ", ".join([str(self.dim), *parts, f"backend={self.backend!r}", size])
 
     def _check_input(self, x: Tensor) -> None:
+        ops.refuse_symbols(x)
         if not isinstance(x, Tensor):
             raise ValueError(f"input of type {type(x).__name__}: expected a tensor (..., {self.read_dim})")
         if x.dim() == 0 or x.shape[-1] != self.read_dim:

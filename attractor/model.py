@@ -10,7 +10,7 @@ h' = h + Attention(Norm(h));  y = h' + FFN(Norm(h')).
 import copy
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Self, cast, overload
 
@@ -20,8 +20,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from attractor import ops
 from attractor.config import APNConfig, GPTConfig, MoEConfig
-from attractor.files import save_tensors, write_file, write_text
+from attractor.files import check_hashes, hashing, save_tensors, write_file, write_text
 from attractor.layer import APN, RoutingStats
 from attractor.moe import MoE, Switch
 
@@ -297,6 +298,7 @@ class GPT(nn.Module):
         self, tokens: Tensor, *, cache: KVCache | None = None, return_stats: bool = False
     ) -> Tensor | tuple[Tensor, dict[int, RoutingStats]]:
         """Logits (B, T, V) for tokens (B, T); with `return_stats`, also the routing of each routed layer."""
+        ops.refuse_symbols(tokens)
         steps = tokens.shape[1]
         end = steps + (0 if cache is None else cache.length)
         if end > self.config.context:
@@ -336,13 +338,14 @@ class GPT(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters()) - self.positions.weight.numel()
 
     def save_pretrained(self, folder: str | Path, *, state: dict[str, Tensor] | None = None) -> None:
-        """Write config.json and model.safetensors; each file appears whole or not at all.
+        """Write config.json and model.safetensors, each whole or not at all, and their hashes.
 
         `state` takes the place of our own tensors where they are spread over processes.
         """
         state = self.state_dict() if state is None else state
-        write_file(Path(folder) / "model.safetensors", functools.partial(save_tensors, state))
-        write_text(Path(folder) / "config.json", self.config_now().to_json())
+        with hashing(Path(folder), "config.json", "model.safetensors"):
+            write_file(Path(folder) / "model.safetensors", functools.partial(save_tensors, state))
+            write_text(Path(folder) / "config.json", self.config_now().to_json())
 
     def config_now(self) -> GPTConfig:
         """The configuration with the patches that layers have by now: they may have grown."""
@@ -355,24 +358,46 @@ class GPT(nn.Module):
         return dataclasses.replace(self.config, per_layer=per_layer)
 
     @classmethod
+    def empty(cls, config: GPTConfig, shapes: Mapping[str, Sequence[int]], *, backend: str = "auto") -> Self:
+        """A model without memory for tensors of these shapes; a ValueError if it is not of its configuration.
+
+        So a file that says it is of some terabytes costs nothing.
+        """
+        blocks = {name.split(".")[1] for name in shapes if name.startswith("blocks.")}
+        if len(blocks) != config.num_layers:
+            raise ValueError(f"there are {len(blocks)} blocks, and num_layers={config.num_layers}")
+        try:
+            with torch.device("meta"):
+                model = cls(config, backend=backend)
+        except (RuntimeError, OverflowError, TypeError) as error:  # as torch says that a number is too large
+            raise ValueError(f"no model can be so large: {str(error).splitlines()[0]}") from error
+        expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+        found = {name: tuple(shape) for name, shape in shapes.items()}
+        for name in sorted(expected.keys() | found.keys()):
+            if expected.get(name) != found.get(name):
+                own, theirs = expected.get(name, "nothing"), found.get(name, "nothing")
+                raise ValueError(f"{name}: the model has {own}, the file {theirs}")
+        return model
+
+    @classmethod
     def from_pretrained(
         cls, folder: str | Path, *, backend: str = "auto", device: torch.device | str = "cpu"
     ) -> Self:
-        """Read what `save_pretrained` wrote. A missing, extra or reshaped tensor is an error."""
+        """Read what `save_pretrained` wrote; a file or a tensor that is not as it was is a ValueError."""
         folder = Path(folder)
         for name in ("config.json", "model.safetensors"):
             if not (folder / name).is_file():
                 raise ValueError(f"{folder} holds no {name}: not a saved model")
+        check_hashes(folder, "config.json", "model.safetensors")
         config = GPTConfig.from_json((folder / "config.json").read_text())
         try:
             state = load_file(folder / "model.safetensors", device=str(device))
         except SafetensorError as error:
             raise ValueError(f"{folder / 'model.safetensors'} is damaged: {error}") from error
-        with torch.device("meta"):
-            model = cls(config, backend=backend)
         try:
+            model = cls.empty(config, {name: value.shape for name, value in state.items()}, backend=backend)
             model.load_state_dict(state, assign=True)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             raise ValueError(f"{folder / 'model.safetensors'} does not fit config.json: {error}") from error
         if not all(p.is_floating_point() for p in model.parameters()):
             raise ValueError(f"{folder / 'model.safetensors'} holds weights that are not floating point")

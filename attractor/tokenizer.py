@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from attractor.config import check_choice
+from attractor.files import parse_json
 
 SCHEMA_VERSION = 1
 DEFAULT_BPE_VOCAB_SIZE = 4096
@@ -61,7 +62,10 @@ class Tokenizer(ABC):
         return json.dumps({"schema_version": SCHEMA_VERSION, "kind": self.kind, **self._fields()}, indent=1)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+        """Write it as JSON, with a digest by which damage is known."""
+        fields = json.loads(self.to_json())
+        text = json.dumps({**fields, "digest": _digest(fields)}, indent=1)
+        Path(path).write_text(text + "\n", encoding="utf-8")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Tokenizer) and self.to_json() == other.to_json()
@@ -306,13 +310,16 @@ def resolve(
 
 
 def from_json(text: str) -> Tokenizer:
-    """Read what `to_json` wrote."""
+    """Read what `to_json` or `save` wrote."""
     try:
-        fields: Any = json.loads(text)
-    except json.JSONDecodeError as error:
+        fields: Any = parse_json(text)
+    except ValueError as error:
         raise ValueError(f"not a tokenizer: {error}") from error
     if not isinstance(fields, dict):
         raise ValueError(f"not a tokenizer: expected a JSON object, got {type(fields).__name__}")
+    digest = fields.pop("digest", None)
+    if digest is not None and digest != _digest(fields):
+        raise ValueError("it is not what was saved: its digest differs")
     version, kind = fields.pop("schema_version", None), fields.pop("kind", None)
     if version != SCHEMA_VERSION:
         raise ValueError(f"schema_version={version!r}: this release of attractor reads {SCHEMA_VERSION}")
@@ -336,6 +343,10 @@ def describe(dropped: Counter[str], limit: int = 8) -> str:
     shown = ", ".join(f"{character!a} x {count}" for character, count in dropped.most_common(limit))
     more = f" and {len(dropped) - limit} more kinds" if len(dropped) > limit else ""
     return f"{dropped.total()} ({shown}{more})"
+
+
+def _digest(fields: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def _library() -> Any:

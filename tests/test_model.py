@@ -136,11 +136,14 @@ def test_bad_configurations(changes, message):
 def test_save_and_load(tmp_path):
     model = build().eval()
     model.save_pretrained(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "model.safetensors"}
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "hashes.json", "model.safetensors"}
     again = GPT.from_pretrained(tmp_path).eval()
     tokens = torch.randint(11, (2, 9))
     assert torch.equal(again(tokens), model(tokens))
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-10])
+    with pytest.raises(ValueError, match=r"model\.safetensors is not what was saved"):
+        GPT.from_pretrained(tmp_path)
+    (tmp_path / "hashes.json").unlink()  # as if it were of an earlier release
     with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
         GPT.from_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()
@@ -150,9 +153,19 @@ def test_save_and_load(tmp_path):
 
 def test_loading_is_strict(tmp_path):
     build().save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(dataclasses.replace(SMALL, num_layers=1).to_json())
-    with pytest.raises(ValueError, match=r"(?s)does not fit config.json.*Unexpected key"):
-        GPT.from_pretrained(tmp_path)
+    for changes, message in (
+        ({"num_layers": 1}, "there are 2 blocks, and num_layers=1"),
+        ({"num_layers": 10**12}, "there are 2 blocks"),
+        ({"vocab_size": 12}, r"embedding.weight: the model has \(12, 16\), the file \(11, 16\)"),
+        ({"vocab_size": 10**30}, "no model can be so large"),
+    ):
+        (tmp_path / "config.json").write_text(dataclasses.replace(SMALL, **changes).to_json())
+        with pytest.raises(ValueError, match=r"config\.json is not what was saved.* delete .*hashes\.json"):
+            GPT.from_pretrained(tmp_path)
+        (tmp_path / "hashes.json").rename(tmp_path / "kept")
+        with pytest.raises(ValueError, match=f"does not fit config.json: {message}"):
+            GPT.from_pretrained(tmp_path)
+        (tmp_path / "kept").rename(tmp_path / "hashes.json")
 
 
 def test_multiply_adds_of_the_model():

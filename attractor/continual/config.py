@@ -21,7 +21,7 @@ AlsoName = Literal["embedding", "norms"]
 
 
 def check_also(also: Sequence[str]) -> None:
-    if isinstance(also, str) or not set(also) <= set(get_args(AlsoName)):
+    if not isinstance(also, list | tuple) or not all(one in get_args(AlsoName) for one in also):
         raise ValueError(f"also={also!r} must be a sequence of {', '.join(get_args(AlsoName))}")
 
 

@@ -35,7 +35,7 @@ from attractor.continual.learner import OnlineLearner
 from attractor.continual.observation import Observation, Text, Totals, tokens_of, whole_number
 from attractor.continual.overlay import Archive, Branch, Overlay, fingerprint
 from attractor.evaluate import autocast, evaluate, perplexity, token_losses
-from attractor.files import write_folder
+from attractor.files import check_hashes, write_folder
 from attractor.generate import generate
 from attractor.lm import LanguageModel, TrainableModel
 from attractor.tokenizer import Tokenizer
@@ -472,6 +472,7 @@ class GuardedLearner:
         found, model, tokenizer = load_model(folder, device=device, model=model)
         make = functools.partial(cls, model, tokenizer, archive=archive, precision=precision)
         if not (found / files.STATE).is_file():
+            check_hashes(found, files.STATE)  # one that was lost is not one that never was
             return make(config)
         return files.read(found, lambda saved: make(config or GuardConfig.from_dict(saved)))
 

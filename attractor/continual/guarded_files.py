@@ -10,6 +10,7 @@ from attractor.continual import domains
 from attractor.continual.gates import Surprise
 from attractor.continual.observation import Totals, whole_number
 from attractor.continual.overlay import Overlay
+from attractor.files import check_hashes, parse_json
 
 if TYPE_CHECKING:
     from attractor.continual.guarded import GuardedLearner, Source
@@ -52,7 +53,8 @@ def write(learner: "GuardedLearner", folder: Path) -> None:
 def read(folder: Path, make: Callable[[dict[str, Any]], Learner]) -> Learner:
     """A new learner by `make`, given the options it was saved with, and everything that was kept of it."""
     try:
-        state = json.loads((folder / STATE).read_text())
+        check_hashes(folder)
+        state = parse_json((folder / STATE).read_text())
         learner = make(state["config"])
         if learner.base_hash != state["base"]:
             raise ValueError("the base is not the one these overlays were made over")

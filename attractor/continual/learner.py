@@ -52,7 +52,7 @@ from attractor.continual.update import (
 )
 from attractor.data import IGNORED
 from attractor.evaluate import autocast, evaluate, perplexity, routing
-from attractor.files import write_folder
+from attractor.files import check_hashes, write_folder
 from attractor.generate import generate
 from attractor.layer import APN
 from attractor.lm import TrainableModel, mode
@@ -450,6 +450,7 @@ class OnlineLearner:
         found, model, tokenizer = load_model(folder, device=device, model=model)
         make = functools.partial(cls, model, tokenizer, precision=precision)
         if not (found / states.STATE).is_file():
+            check_hashes(found, states.STATE)  # one that was lost is not one that never was
             return make(config)
         return states.read(found, device, lambda saved: make(config or LearnConfig.from_dict(saved)))
 

@@ -28,7 +28,7 @@ from attractor.config import check_choice, check_size
 from attractor.continual.baselines.lora import LowRank
 from attractor.continual.config import AlsoName, AttentionName, check_also
 from attractor.continual.delta import Delta, copied
-from attractor.files import remove_folder, write_folder
+from attractor.files import check_hashes, parse_json, remove_folder, write_folder
 from attractor.layer import APN, PATCH_ROLES, ROLES, check_roles
 from attractor.lm import TrainableModel
 from attractor.model import GPT
@@ -85,7 +85,8 @@ class Overlay:
         """Read what `save` wrote, now or in format 1; anything else is a ValueError."""
         folder = Path(folder)
         try:
-            described = json.loads((folder / "overlay.json").read_text())
+            check_hashes(folder)
+            described = parse_json((folder / "overlay.json").read_text())
             data = (folder / "overlay.safetensors").read_bytes()
             if not isinstance(described["notes"], dict) or not isinstance(described["base"], str):
                 raise ValueError("notes or base of the wrong type")

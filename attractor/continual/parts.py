@@ -18,6 +18,7 @@ from torch import Tensor
 from attractor.continual.calibrate import CLOSED
 from attractor.continual.delta import Delta, copied, rows_of
 from attractor.continual.lessons import Contexts, Lesson, Lessons, as_tuples
+from attractor.files import parse_json
 
 FEW = 4
 ABOUT, VECTOR, CONTEXTS = "about", "vector", "contexts/"
@@ -72,7 +73,7 @@ def _delta(lessons: Lessons, number: int, patches: Tensor) -> Delta:
 def lesson_in(delta: Delta) -> Lesson:
     """What a lesson's delta says of it; a ValueError for what is no lesson."""
     try:
-        fields = json.loads(delta.whole[ABOUT].numpy().tobytes())
+        fields = parse_json(delta.whole[ABOUT].numpy().tobytes())
         lesson = Lesson(**as_tuples(fields))
     except (LookupError, TypeError, ValueError) as error:
         raise ValueError(f"this is no lesson: {error!r}") from error

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from attractor.continual.allocate import Habits
 from attractor.continual.observation import Totals, whole_number
-from attractor.files import save_tensors
+from attractor.files import check_hashes, parse_json, save_tensors
 
 if TYPE_CHECKING:
     from attractor.continual.learner import OnlineLearner
@@ -34,7 +34,8 @@ def write(learner: "OnlineLearner", folder: Path) -> None:
 def read(folder: Path, device: torch.device | str, make: Callable[[dict[str, Any]], Learner]) -> Learner:
     """A new learner by `make`, given the options it was saved with, and everything that was kept of it."""
     try:
-        state = json.loads((folder / STATE).read_text())
+        check_hashes(folder)
+        state = parse_json((folder / STATE).read_text())
         tensors = load_file(folder / TENSORS, device=str(device))
         learner = make(state["config"])
         restore(learner, state, tensors)

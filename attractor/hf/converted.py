@@ -7,7 +7,6 @@ A folder is known by the sha256 of the GGUF file that it was made from, and list
 """
 
 import copy
-import hashlib
 import json
 import logging
 import shutil
@@ -22,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 
 from attractor import corpora
-from attractor.files import recover_folder, write_folder
+from attractor.files import recover_folder, sha256_of, write_folder
 
 log = logging.getLogger("attractor")
 
@@ -78,7 +77,7 @@ def keep(sha256: str, model: Any, tokenizer: Any) -> None:
     for stale in folder.parent.glob(f".partial-{folder.name}-*"):  # by a killed process
         shutil.rmtree(stale, ignore_errors=True)
     try:
-        write_folder(folder, fill)
+        write_folder(folder, fill, hashed=False)
     except (OSError, RuntimeError, SafetensorError) as error:
         log.warning("could not keep %s: %s", folder, error)
 
@@ -87,11 +86,6 @@ def restore_config(model: Any, folder: Path, file: str) -> None:
     """The configuration of a model that was found, as reading the GGUF file of this name would give it."""
     quantized = json.loads((folder / MANIFEST).read_text())["quantization_config"]
     model.config.quantization_config = {**quantized, "gguf_file": file}
-
-
-def sha256_of(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _folder(sha256: str) -> Path:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from attractor.checkpoint import tensors_hash
 from attractor.config import APNConfig, check_choice
-from attractor.files import save_tensors, write_folder
+from attractor.files import parse_json, save_tensors, write_folder
 from attractor.hf.card import MODEL_TYPE, PEFT_TYPE, licence_of, model_card
 from attractor.layer import APN, FLOATS
 from attractor.version import __version__
@@ -164,7 +164,7 @@ def write(
         (partial / TYPE).write_text(json.dumps(kind, indent=2))
         (partial / CARD).write_text(model_card(described), encoding="utf-8")
 
-    write_folder(folder.absolute(), fill)
+    write_folder(folder.absolute(), fill, hashed=False)  # it has hashes of its own
 
 
 def description(
@@ -264,7 +264,7 @@ def _base_of(folder: str | Path) -> Mapping[str, Any]:
     folder = Path(folder)
     try:
         if (folder / CONFIG).exists():
-            described = json.loads((folder / CONFIG).read_text())
+            described = parse_json((folder / CONFIG).read_text())
         else:
             described, _ = _read_checkpoint(folder / CHECKPOINT, None)
         if not isinstance(described["base"], dict):
@@ -287,7 +287,7 @@ def read(folder: str | Path, dim: int, backend: str, name: str) -> Saved:
     try:
         folder = Path(folder)
         if (folder / CONFIG).exists() or not (folder / CHECKPOINT).exists():
-            described = json.loads((folder / CONFIG).read_text())
+            described = parse_json((folder / CONFIG).read_text())
             tensors = None
         else:
             described, tensors = _read_checkpoint(folder / CHECKPOINT, name)
@@ -370,7 +370,7 @@ def _read_checkpoint(path: Path, name: str | None) -> tuple[dict[str, Any], dict
 
 
 def _parse(description: Tensor) -> dict[str, Any]:
-    return json.loads(bytes(description.tolist()))
+    return parse_json(bytes(description.tolist()))
 
 
 def _digest(described: Mapping[str, Any]) -> str:
@@ -379,7 +379,7 @@ def _digest(described: Mapping[str, Any]) -> str:
 
 def _is_ours(folder: Path) -> bool:
     try:
-        return {"format", "base", "mode", "layers"} <= json.loads((folder / CONFIG).read_text()).keys()
+        return {"format", "base", "mode", "layers"} <= parse_json((folder / CONFIG).read_text()).keys()
     except (OSError, ValueError, AttributeError):
         return False
 
@@ -387,7 +387,7 @@ def _is_ours(folder: Path) -> bool:
 def _has_our_card(folder: Path) -> bool:
     """Whether the card is what we would write: one that a person has edited must not be lost."""
     try:
-        described = json.loads((folder / CONFIG).read_text())
+        described = parse_json((folder / CONFIG).read_text())
         return (folder / CARD).read_text(encoding="utf-8") == model_card(described)
     except (OSError, LookupError, TypeError, AttributeError, ValueError):
         return False

@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from attractor.config import GPTConfig
-from attractor.files import write_text
+from attractor.files import HASHES, check_hashes, hashing, write_text
 from attractor.hf.card import gpt_card
 from attractor.model import GPT
 
@@ -84,7 +85,17 @@ class GPTForCausalLM(PreTrainedModel, GenerationMixin):
     @classmethod
     def from_pretrained(cls, *arguments: Any, output_loading_info: bool = False, **options: Any) -> Any:
         """As of any model of transformers, but a tensor that is missing or too many is a ValueError."""
-        model, found = super().from_pretrained(*arguments, output_loading_info=True, **options)
+        folder = Path(arguments[0])
+        check_hashes(folder)
+        try:
+            if folder.is_dir():
+                config = options.get("config") or cls.config_class.from_pretrained(folder)
+                _check_fit(folder, GPTConfig.from_dict(config.gpt))
+            model, found = super().from_pretrained(*arguments, output_loading_info=True, **options)
+        except (OSError, ValueError):
+            raise
+        except Exception as error:  # transformers does not say which it raises
+            raise ValueError(f"{arguments[0]} holds no model that can be read: {error}") from error
         for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if found[what]:
                 raise ValueError(f"{arguments[0]} does not fit its config.json: {what} {sorted(found[what])}")
@@ -93,10 +104,29 @@ class GPTForCausalLM(PreTrainedModel, GenerationMixin):
     def save_pretrained(self, save_directory: str | Path, **options: Any) -> None:
         """Write safetensors, the configuration, and a model card unless there is one."""
         self.config.gpt = self.gpt.config_now().to_dict()  # layers may have grown
+        folder = Path(save_directory)
+        (folder / HASHES).unlink(missing_ok=True)
         super().save_pretrained(save_directory, **options)
-        card = Path(save_directory) / "README.md"
+        if folder.is_dir():  # with push_to_hub it may not be
+            own = [*folder.glob("*config.json"), *folder.glob("*.safetensors*")]
+            with hashing(folder, *sorted(path.name for path in own)):
+                pass
+        card = folder / "README.md"
         if not card.exists():
             write_text(card, gpt_card(self.config.gpt, self.gpt.num_parameters()))
+
+
+def _check_fit(folder: Path, config: GPTConfig) -> None:
+    """A ValueError unless the files of transformers hold the tensors of such a GPT; none is read."""
+    shapes = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (no dict)
+                shapes[name.removeprefix("gpt.")] = file.get_slice(name).get_shape()
+    try:
+        GPT.empty(config, shapes)
+    except ValueError as error:
+        raise ValueError(f"{folder} does not fit its config.json: {error}") from error
 
 
 AutoConfig.register(MODEL_TYPE, HubGPTConfig, exist_ok=True)

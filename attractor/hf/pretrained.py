@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 
 from attractor import corpora
+from attractor.files import sha256_of
 from attractor.hf import converted
 from attractor.hf.files import whole_path
 from attractor.tokenizer import PretrainedTokenizer
@@ -96,7 +97,7 @@ def _from_gguf(source: str | Path, read: Callable[..., tuple[Any, Any]]) -> tupl
     is_ours = source == SMOLLM2
     place = Path(source)
     is_small = is_ours or place.stat().st_size <= converted.MOST_BYTES
-    sha256 = SMOLLM2_SHA256 if is_ours else converted.sha256_of(place) if is_small else None
+    sha256 = SMOLLM2_SHA256 if is_ours else sha256_of(place) if is_small else None
     if sha256 is not None and (folder := converted.find(sha256)) is not None:
         model, tokenizer = read(str(folder), use_safetensors=True, local_files_only=True)
         converted.restore_config(model, folder, SMOLLM2_FILE if is_ours else place.name)

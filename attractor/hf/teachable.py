@@ -26,7 +26,7 @@ from attractor.config import APNConfig, check_size
 from attractor.continual.calibrate import CLOSED, Calibration
 from attractor.continual.config import LessonConfig
 from attractor.continual.lessons import Lessons
-from attractor.files import write_folder
+from attractor.files import check_hashes, parse_json, write_folder
 from attractor.hf.calibrated import calibrated
 from attractor.hf.causal import CausalLM
 from attractor.hf.find import find_places
@@ -157,7 +157,8 @@ def load_lessons(
     """The lessons that `save_lessons` wrote, on the same base: another one, or damage, is a ValueError."""
     folder = Path(folder)
     try:
-        described = json.loads((folder / DESCRIPTION).read_text())
+        check_hashes(folder)
+        described = parse_json((folder / DESCRIPTION).read_text())
         if not isinstance(described, dict) or described.get("format") != FORMAT:
             raise ValueError(f"not lessons of format {FORMAT}, which this release reads")
         calibration = Calibration(**read_hashed(folder / CALIBRATION, described["calibration"]))

@@ -26,6 +26,7 @@ __all__ = [
     "balance_loss",
     "check_backend",
     "finite_rows",
+    "refuse_symbols",
     "routing_precision",
     "scores",
     "unit",
@@ -37,6 +38,15 @@ BACKENDS: dict[str, Callable[..., APNOutput]] = {
     "grouped": grouped.apn,
     "triton": fused.apn,
 }
+
+
+def refuse_symbols(x: object) -> None:
+    """A ValueError for what torch.fx.symbolic_trace gives a module in place of a tensor."""
+    if isinstance(x, torch.fx.Proxy):
+        raise ValueError(
+            "torch.fx.symbolic_trace cannot follow this: what it does depends on shapes. torch.export can, "
+            "or a Tracer of torch.fx whose is_leaf_module is true for it"
+        )
 
 
 def check_backend(backend: str) -> None:
@@ -54,6 +64,8 @@ def apn(z_nd: Tensor, *tensors: Tensor | None, backend: str = "auto", **options:
     elif reason := why_not(backend, z_nd.device, z_nd.dtype):
         raise ValueError(f"backend={backend!r} cannot run: {reason}")
     run = BACKENDS[backend]
+    if torch.compiler.is_exporting():
+        options["sparse"] = False  # what is exported has no gradients
     if options.get("sparse") and backend == "reference":
         options["decode"] = partial(gathered.decode, sparse=True)
     if options.get("sparse") and torch.compiler.is_compiling():
@@ -62,6 +74,8 @@ def apn(z_nd: Tensor, *tensors: Tensor | None, backend: str = "auto", **options:
 
 
 def choose_backend(device: torch.device, dtype: torch.dtype) -> str:
+    if torch.compiler.is_exporting():  # a program that needs none of our operators to run
+        return "reference"
     if device.type == "cpu":
         return "reference" if _in_function_transform() else "grouped"
     can_fuse = why_not("triton", device, dtype) is None and not _in_function_transform()

@@ -71,7 +71,8 @@ def scores(
             x_ngm = torch.einsum("ngd,gdm->ngm", x_ngm, routing_precision(projection_gdm))
         if routing == "cosine":
             x_ngm = unit(x_ngm)
-        if groups == 1 and len(z_nd) < P_Km.shape[1]:  # fewer scores to divide than numbers in prototypes
+        is_short = not torch.compiler.is_exporting() and len(z_nd) < P_Km.shape[1]
+        if groups == 1 and is_short:  # fewer scores to divide than numbers in prototypes
             return x_ngm[:, 0] @ p_Kgm[:, 0].T / (lengths(p_Kgm[:, 0]).T * temperature)
         return x_ngm.flatten(1) @ unit(p_Kgm).flatten(1).T / (groups * temperature)
 
@@ -80,6 +81,8 @@ def best_patches(s_nK: Tensor, top_k: int) -> Tensor:
     """(2) K(h) = TopK(s, k), best first; a stable sort, because ties must go to the lower index everywhere"""
     if top_k == 1:  # the first of equal ones
         return s_nK.argmax(dim=-1, keepdim=True)
+    if torch.onnx.is_in_onnx_export():  # where a sort is not stable, and this takes the lower of equal ones
+        return s_nK.topk(top_k, dim=-1).indices
     return s_nK.argsort(dim=-1, descending=True, stable=True)[:, :top_k]
 
 

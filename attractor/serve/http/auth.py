@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from attractor.config import check_choice
-from attractor.files import write_file
+from attractor.files import parse_json, write_file
 from attractor.serve.config import is_loopback
 
 SCOPES = ("generate", "learn", "monitor", "admin")
@@ -129,7 +129,7 @@ def _hash(secret: str) -> str:
 
 def _entries(path: Path) -> list[dict[str, Any]]:
     try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
+        content: Any = parse_json(path.read_text(encoding="utf-8"))
         if not isinstance(content, dict) or content.get("schema_version") != SCHEMA_VERSION:
             raise ValueError(f'expected an object with "schema_version": {SCHEMA_VERSION}')
         entries = content.get("keys")

@@ -6,7 +6,6 @@ data = pack(deltas, base, calibration)
 calibration, deltas = unpack(data, base)    # a ValueError for what is no such file, or of another base
 """
 
-import json
 import re
 import struct
 import unicodedata
@@ -17,10 +16,12 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 
+from attractor.checkpoint import tensors_hash
 from attractor.continual.delta import Delta
 from attractor.continual.forms import Form, check_forms, check_subject, shared_subject
 from attractor.continual.lessons import Lesson
 from attractor.continual.parts import lesson_in
+from attractor.files import parse_json
 
 SENTENCE = re.compile(r"(?<=[.!?])[\"')\]]*\s+|\n+")
 PLAIN = "\n\r\t"
@@ -202,18 +203,22 @@ def pack(deltas: Iterable[Delta], base: str, calibration: str) -> bytes:
         str(lesson_in(delta).number): torch.frombuffer(bytearray(delta.to_bytes()), dtype=torch.uint8)
         for delta in deltas
     }
-    return save(tensors, {"format": FORMAT, "base": base, "calibration": calibration})
+    sha256 = tensors_hash(tensors, base + calibration)
+    return save(tensors, {"format": FORMAT, "base": base, "calibration": calibration, "sha256": sha256})
 
 
 def unpack(data: bytes, base: str) -> tuple[str, list[Delta]]:
     """The calibration that lessons belong to, and the lessons in the order in which they were taught."""
     try:
         (length,) = struct.unpack("<Q", data[:8])
-        header = json.loads(data[8 : 8 + length])["__metadata__"]
+        header = parse_json(data[8 : 8 + length])["__metadata__"]
         if header["format"] != FORMAT:
             raise ValueError(f"its format is {header['format']!r}, and this release reads {FORMAT!r}")
         calibration = str(header["calibration"])
         tensors = load(data)
+        sha256 = tensors_hash(tensors, header["base"] + calibration)
+        if header.get("sha256", sha256) != sha256:  # earlier releases did not say it
+            raise ValueError("it is not what was exported: its hash differs")
         numbered = sorted((int(name), tensor) for name, tensor in tensors.items())
         deltas = [Delta.from_bytes(tensor.numpy().tobytes()) for _, tensor in numbered]
         if [lesson_in(delta).number for delta in deltas] != [number for number, _ in numbered]:

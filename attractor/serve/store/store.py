@@ -110,6 +110,8 @@ class Store:
         promised = Acknowledged(folder).read()
         if not self._lessons.exists():  # nothing is made in the place of what is lost
             check_promise(self._lessons, promised, [])
+            if self._snapshots.exists():
+                raise StoreDamaged(self._lessons, f"it is missing, and {SNAPSHOTS} beside it is not")
         self._records = open_writer(self._lessons, "FULL" if sync == "always" else "NORMAL")
         try:
             with sql(self._lessons):

@@ -130,5 +130,5 @@ def backup(folder: str | Path, target: str | Path) -> Report:
         if report.damage:
             raise report.damage[0]
 
-    write_folder(target, fill)
+    write_folder(target, fill, hashed=False)  # a database changes
     return report
