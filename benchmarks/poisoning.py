@@ -14,13 +14,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from attractor.serve.learning.asked import asked
 from serve_gpu import COUNTRIES, TEMPLATES, THINGS, TOWNS, load, open_service
 
 from attractor.results import write_result
 from attractor.serve.decode.engine import Job
 from attractor.serve.errors import Refused
 from attractor.serve.learning.canaries import PROMPTS
+from attractor.serve.learning.catalogue import asked
 from attractor.serve.service import Service
 
 TOKENS = 12

@@ -261,8 +261,8 @@ def open_service(base: Any, tokenizer: Any, folder: Path, small: bool) -> Any:
 @contextlib.contextmanager
 def listening(service: Any) -> Iterator[int]:
     import uvicorn
-    from attractor.serve.http.settings import ServeSettings
 
+    from attractor.serve.config import ServeSettings
     from attractor.serve.http.app import create_app, uvicorn_config
 
     with socket.socket() as free:
@@ -572,7 +572,7 @@ def memory() -> int | None:
 
 def acknowledgement(place: Place) -> dict[str, Any]:
     """All of a lesson's time that is neither learning nor judging: queue, store, publication, catalogue."""
-    from attractor.serve.learning.asked import asked
+    from attractor.serve.learning.catalogue import asked
 
     teacher = place.service.teacher
     lessons, kept = teacher.lessons, teacher.lessons.config

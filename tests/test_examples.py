@@ -46,8 +46,8 @@ def test_client_and_curl(monkeypatch, capsys):
     from fake_service import FakeService
     from serving import Running
 
+    from attractor.serve.config import ServeSettings
     from attractor.serve.http.app import create_app
-    from attractor.serve.http.settings import ServeSettings
 
     with Running(create_app(FakeService(), ServeSettings()), ServeSettings()) as running:
         base = f"http://127.0.0.1:{running.port}"
