@@ -8,6 +8,8 @@ import shutil
 import pytest
 import torch
 from families import FAMILIES, some_tokens, tiny
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -21,6 +23,7 @@ from attractor.continual.lessons import Lessons
 from attractor.continual.parts import deltas_of, put_in, take_out
 from attractor.continual.reading import FEW, Reading
 from attractor.hf.teachable import cut, load_lessons, save_lessons, teachable
+from attractor.hf.woven import weave
 
 CONFIG = LessonConfig(passes=12, step=4.0, radius=0.6, prototypes=3, contexts=2, after=0, mention=0)
 DIM = 32
@@ -384,7 +387,7 @@ class TestWhatIsReadBesideAnswers:
 
     def test_what_follows_counts_less_and_does_not_make_a_lesson_known(self, own):
         _, lessons, turns = own
-        batches = list(lessons.reading.batches(turns[0]))
+        (batches,) = lessons.reading.batches(turns[:1])
         assert sum(int(batch.is_answer_n.sum()) for batch in batches) == 6
         assert sum(int((~batch.is_answer_n).sum()) for batch in batches) == 6 * 3 + 2 * 5
         known = lessons._known(batches, 2)
@@ -396,36 +399,91 @@ class TestWhatIsReadBesideAnswers:
             ]
             assert known[number] == pytest.approx(torch.cat(mine).float().mean().item())
 
-    def test_texts_of_one_batch_have_similar_lengths_and_none_is_lost(self, own):
+    @pytest.mark.parametrize("woven", [False, True])
+    def test_little_of_a_batch_is_filled_up_and_no_text_is_lost(self, own, woven):
         _, lessons, turns = own
+        lessons = copy.deepcopy(lessons)
+        lessons.reading.halves._can_weave = woven
         apart = sorted(turns[1], key=lambda text: len(text.tokens))[:: len(turns[1]) - 1]
         assert len(apart[1].tokens) > 1.5 * len(apart[0].tokens)
-        assert len(list(lessons.reading.batches(apart))) == 1  # a little padding costs less than a batch
+        ((batch,),) = lessons.reading.batches([apart])  # a little padding costs less than a batch
         many = turns[1] * 8
-        batches = list(lessons.reading.batches(many))
-        assert len(batches) > 1
+        (batches,) = lessons.reading.batches([many])
+        assert (len(batches) == 1) == woven
         for batch in batches:
             lengths = [len(text.tokens) for text in batch.texts]
-            padding = sum(max(lengths) - length for length in lengths)
-            assert max(lengths) <= 1.5 * min(lengths) or padding <= FEW
+            places = lessons.reading.after([batch], [[0] * len(lengths)])[0].state.rows.tokens.numel()
+            assert places <= (1.1 if woven else 1.5) * sum(lengths) or places - sum(lengths) <= FEW
         assert sum(len(batch.texts) for batch in batches) == len(many)
+
+
+texts_and_starts = st.lists(
+    st.lists(st.integers(0, 2), min_size=1, max_size=30).flatmap(
+        lambda text: st.tuples(st.just(text), st.integers(0, len(text) - 1))
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=60)
+@given(texts_and_starts)
+def test_a_token_of_woven_texts_sees_what_stands_before_it_in_its_text(drawn):
+    texts = [text for text, _ in drawn]
+    woven = weave(texts, [start for _, start in drawn])
+    assert woven.sees.any(2).all()
+    width, longest = woven.tokens.shape[1], max(map(len, texts))
+    where, sees, places = torch.cat([woven.past, woven.source], 1).tolist(), woven.sees.tolist(), woven.place
+    for (text, start), place in zip(drawn, places.tolist(), strict=True):
+        assert [n for n, found in enumerate(place) if found >= 0] == list(range(start, len(text)))
+        for end in range(start, len(text)):
+            row, column = divmod(place[end], width)
+            seen = [
+                divmod(n, longest)
+                for n, is_seen in zip(where[row], sees[row][column], strict=True)
+                if is_seen
+            ]
+            assert sorted((at, texts[of][at]) for of, at in seen) == list(enumerate(text[: end + 1]))
+
+
+NOT_WOVEN = ("bloom", "mpt")
+"""They are given no positions: their texts are read one in a row."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("read_from", [0, 1])
 def test_the_two_halves_of_a_model_are_the_model(family, read_from):
-    """What is computed once for the blocks below the layer is what a whole pass computes, in every family."""
+    """What is computed once, below the layer and before the subject, is what a whole pass computes, and so is
+    the gradient."""
     net, lessons = teachable(tiny(family), encode, some_tokens(40, 24), read_from=read_from, act_at=1)
+    halves, layer = lessons.reading.halves, lessons.layer
     with torch.no_grad():
-        lessons.layer.prototypes[:4] = lessons.calibration.keys[:4].float()
-        lessons.layer.radius[:4] = 0.0
-        lessons.layer.decoder.normal_(generator=torch.Generator().manual_seed(0))
-        tokens = some_tokens(seed=3)
-        row, position = torch.tensor([0, 2, 2]), torch.tensor([4, 0, 11])
-        found = lessons.reading.halves.above(lessons.reading.halves.below(tokens), row, position)
-        assert torch.allclose(found, net(input_ids=tokens).logits[row, position], atol=1e-5)
-        with net.using(None):
-            assert not torch.allclose(found, net(input_ids=tokens).logits[row, position], atol=1e-2)
+        layer.prototypes[:4] = lessons.calibration.keys[:4].float()
+        layer.radius[:4] = 0.0
+        layer.decoder.normal_(generator=torch.Generator().manual_seed(0))
+    long, short, like_long = some_tokens(seed=3).tolist()
+    short, like_long[:7] = short[:9], long[:7]
+    below = halves.below([short, long, like_long])
+    assert below.are_woven == (family not in NOT_WOVEN)
+    place = torch.tensor([[0, 4], [0, 8], [1, 6], [2, 6], [2, 11]]).unbind(1)
+    layer.decoder.requires_grad_(True)
+
+    def graded(logits):
+        gradient = torch.autograd.grad(logits.square().sum(), layer.decoder)[0]
+        return logits.detach(), gradient
+
+    whole = torch.tensor([short + [0] * 3, long, like_long])
+    wanted, gradient = graded(net(input_ids=whole).logits[place])
+    found, same = graded(halves.above(halves.after(below, [([0, 1, 2], [0, 0, 0])])[0], *place))
+    assert torch.allclose(found, wanted, atol=1e-5)
+    assert torch.allclose(same, gradient, rtol=1e-3, atol=1e-4 * gradient.abs().max())
+    settled, _ = halves.after(below, [([2, 0], [6, 3]), ([1], [7])])
+    assert (settled.rows.tokens.numel() < 20) == below.are_woven
+    part = torch.tensor([1, 1, 0, 0]), place[1][[0, 1, 3, 4]]
+    found = halves.above(settled, *part)
+    assert torch.allclose(found, wanted[[0, 1, 3, 4]], atol=1e-5)
+    with torch.no_grad(), net.using(None):
+        assert not torch.allclose(wanted, net(input_ids=whole).logits[place], atol=1e-2)
 
 
 @pytest.fixture(scope="module")

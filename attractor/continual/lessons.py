@@ -106,7 +106,7 @@ class Lessons:
         self.unit = unit
         self.reading = Reading(
             encode,
-            Whole(model) if halves is None else halves,
+            Whole(model, layer) if halves is None else halves,
             self.config,
             device=layer.prototypes.device,
             frames=frames,
@@ -160,7 +160,7 @@ class Lessons:
             for forms, old in zip(taught, overridden, strict=True)
         ]
         texts = self.reading.texts([forms + taken_in[n] for n, forms in enumerate(taught)], names)
-        turns = [list(self.reading.batches(turn)) for turn in texts]
+        turns = self.reading.batches(texts)
         keys, plain, before = self._look(turns, len(taught))
         taken = self._taken()
         placed = place(
@@ -174,8 +174,7 @@ class Lessons:
         lesson_of = placed.lesson + beside.lesson
         patches = self._open([placed, beside])
         try:
-            passes = self._train(turns, patches[: len(placed.lesson)], placed.lesson, report)
-            after = self._known(turns[0], len(taught))
+            passes, after = self._train(turns, patches[: len(placed.lesson)], placed.lesson, report)
         except BaseException:
             self._close(patches)  # nothing happened
             raise
@@ -354,13 +353,14 @@ class Lessons:
         plain = [0] * lessons  # so many of them are of the first turn
         for number, turn in enumerate(turns):
             for batch in turn:
-                given = self._given(batch)
-                states = given.reshape(len(batch.texts), -1, given.shape[-1])
-                for line, row in enumerate(batch.texts):
-                    if row.keys:
-                        found[row.lesson].append(states[line, row.keys])
-                        plain[row.lesson] += 0 if number else len(row.keys)
-        if empty := [number for number, states in enumerate(found) if not states]:
+                ends = [(line, key) for line, text in enumerate(batch.texts) for key in text.keys]
+                if ends:
+                    given = self.reading.given(batch, *zip(*ends, strict=True))
+                    own = [len(text.keys) for text in batch.texts]
+                    for text, states in zip(batch.texts, given.split(own), strict=True):
+                        found[text.lesson].append(states)
+                        plain[text.lesson] += 0 if number else len(text.keys)
+        if empty := [number for number, states in enumerate(found) if not sum(map(len, states))]:
             raise ValueError(
                 f"lesson {empty[0]} of the batch has no form whose subject stands after the first token "
                 "and before the last: give another form"
@@ -375,23 +375,12 @@ class Lessons:
         empty = self.layer.prototypes.new_empty(0, self.layer.prototypes.shape[1])
         found: list[list[Tensor]] = [[empty] for _ in names]
         texts = self.reading.strangers(lessons, names) if self.config.strangers else []
-        for batch in self.reading.batches(texts):
-            given = self._given(batch)
-            states = given.reshape(len(batch.texts), -1, given.shape[-1])
-            last = [text.keys[0] for text in batch.texts]
-            keys = self.layer.represent(states[range(len(last)), last].to(self.layer.encoder.dtype))
-            for text, key in zip(batch.texts, keys, strict=True):
+        for batch in self.reading.batches([texts])[0] if texts else []:
+            ends = [text.keys[0] for text in batch.texts]
+            given = self.reading.given(batch, range(len(ends)), ends).to(self.layer.encoder.dtype)
+            for text, key in zip(batch.texts, self.layer.represent(given), strict=True):
                 found[text.lesson].append(key[None])
         return [torch.cat(own) for own in found]
-
-    def _given(self, batch: Batch) -> Tensor:
-        """What the layer is given for a batch: the lower half may have it already."""
-        read: Tensor | None = getattr(batch.state, "read", None)
-        if read is not None:
-            return read
-        with self._inputs() as seen:
-            self.reading.predict(batch)
-        return seen[0]
 
     @torch.no_grad()
     def _taken(self) -> Taken:
@@ -464,13 +453,21 @@ class Lessons:
         patches: list[int],
         lesson_of: list[int],
         report: Callable[[int, float], None],
-    ) -> int:
-        """One vector per lesson, by steps of a given length against its own gradient; returns the passes."""
-        entered = self._entered(turns) | set(patches)
-        order = sorted(entered)
+    ) -> tuple[int, list[float]]:
+        """One vector per lesson, by steps of a given length against its own gradient.
+
+        Returns the passes, and the share of each lesson's forms that are known then.
+        """
+        batches = list(itertools.chain.from_iterable(turns))
+        acting = [self._acting(batch) for batch in batches]
+        first = [changes_from(*both, patches) for both in zip(batches, acting, strict=True)]
+        order = sorted(self._entered(acting) | set(patches))
         place = {patch: number for number, patch in enumerate(order)}
         with self._only(order):
-            return self._descend(turns, [place[patch] for patch in patches], lesson_of, report)
+            ready = iter(self.reading.after(batches, first))
+            turns = [list(itertools.islice(ready, len(turn))) for turn in turns]
+            passes = self._descend(turns, [place[patch] for patch in patches], lesson_of, report)
+            return passes, self._known(turns[0], max(lesson_of) + 1)
 
     def _descend(
         self,
@@ -507,13 +504,19 @@ class Lessons:
         return config.passes
 
     @torch.no_grad()
-    def _entered(self, turns: Sequence[Sequence[Batch]]) -> set[int]:
-        """The patches that act on any token of these texts."""
-        found: set[int] = set()
-        for batch in itertools.chain.from_iterable(turns):
-            given = self._given(batch).to(self.layer.encoder.dtype)
-            found.update(self.layer(given, return_stats=True)[1].indices.unique().tolist())
-        return found - {-1}
+    def _acting(self, batch: Batch) -> Tensor:
+        """The patch that acts on each token of these texts (texts, longest), or -1."""
+        lengths = torch.tensor([len(text.tokens) for text in batch.texts])
+        rows, positions = (torch.arange(int(lengths.max())) < lengths[:, None]).nonzero().unbind(1)
+        given = self.reading.given(batch, rows.tolist(), positions.tolist()).to(self.layer.encoder.dtype)
+        patches = self.layer(given, return_stats=True)[1].indices[..., 0]
+        acting = patches.new_full((len(lengths), int(lengths.max())), -1)
+        acting[rows, positions] = patches
+        return acting
+
+    def _entered(self, acting: Sequence[Tensor]) -> set[int]:
+        """The patches that act on any token."""
+        return set(torch.cat([patches.unique() for patches in acting]).tolist()) - {-1}
 
     @contextmanager
     def _only(self, patches: list[int]) -> Iterator[None]:
@@ -552,6 +555,15 @@ class Lessons:
             count.index_add_(0, batch.lesson_n[answers], torch.ones_like(loss[answers]))
         assert decoder.grad is not None
         return total / count, right / count.sum().item(), decoder.grad
+
+
+def changes_from(batch: Batch, acting: Tensor, patches: Sequence[int]) -> list[int]:
+    """The first token of each text that one of these patches acts on, or before one that is graded."""
+    acts = torch.isin(acting, torch.tensor(patches, device=acting.device))
+    place = torch.arange(acts.shape[1], device=acts.device)
+    first = torch.where(acts, place, acts.shape[1]).amin(1).tolist()
+    graded = [min(text.answer.start - text.repeated, len(text.tokens)) - 1 for text in batch.texts]
+    return list(map(min, first, graded))
 
 
 def as_tuples(value: Any) -> Any:

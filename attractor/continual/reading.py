@@ -2,7 +2,7 @@
 
     reading = Reading(tokenizer.encode, halves, config)
     turns = reading.texts(lessons, subjects)  # for each turn, every form in a frame
-    for batch in reading.batches(turns[0]):
+    for batch in reading.batches(turns)[0]:
         logits = reading.predict(batch)       # of the tokens that are graded
 
 Lessons and the controls of the study of facts read by it, so that both are taught the same.
@@ -24,14 +24,28 @@ FEW = 64
 """So many tokens of padding cost less than a batch of its own."""
 
 
+class Below(Protocol):
+    """What the lower half of a model made of texts."""
+
+    @property
+    def are_woven(self) -> bool:
+        """Whether texts of different lengths can be read at once at no cost: nothing is filled up."""
+
+
 class Halves(Protocol):
     """A model in two halves, of which the lower one no lesson changes: see `attractor.hf.halves`."""
 
-    def below(self, tokens: Tensor) -> Any:
-        """What the lower half makes of tokens (B, T)."""
+    def below(self, texts: Sequence[list[int]]) -> Below:
+        """What the lower half makes of texts."""
 
-    def above(self, state: Any, rows: Tensor, positions: Tensor) -> Tensor:
-        """The logits (n, vocabulary) after the tokens at these places."""
+    def given(self, below: Any, texts: Tensor, positions: Tensor) -> Tensor:
+        """What the layer is given at these places of the texts: (n, width)."""
+
+    def after(self, below: Any, parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Sequence[Any]:
+        """For each part some of the texts, none of which changes before its token `first`."""
+
+    def above(self, state: Any, texts: Tensor, positions: Tensor) -> Tensor:
+        """The logits (n, vocabulary) after the tokens at these places, from what `after` returned."""
 
     def write(self, texts: Sequence[list[int]], count: int) -> list[list[int]]:
         """The likeliest `count` tokens that the model would write after each of these texts."""
@@ -40,17 +54,45 @@ class Halves(Protocol):
         """The tokens that the model takes for most alike with one; none if that is not known."""
 
 
+class Read(NamedTuple):
+    """Texts of a model that is not cut in two."""
+
+    texts: Sequence[list[int]]
+    given: Tensor | None  # (texts, longest, width) to the layer
+    are_woven: bool = False
+
+
 class Whole:
     """A model that is not cut in two: everything is computed in every pass."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, layer: nn.Module | None = None) -> None:
+        self.model, self.layer = model, layer
 
-    def below(self, tokens: Tensor) -> Tensor:
-        return tokens
+    @torch.no_grad()
+    def below(self, texts: Sequence[list[int]]) -> Read:
+        if self.layer is None:
+            return Read(texts, None)
+        seen: list[Tensor] = []
+        hook = self.layer.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        try:
+            tokens = self._padded(texts)
+            self.model(tokens)
+        finally:
+            hook.remove()
+        return Read(texts, seen[0].reshape(*tokens.shape, -1))
 
-    def above(self, state: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        return self.model(state)[rows, positions]
+    def given(self, below: Read, texts: Tensor, positions: Tensor) -> Tensor:
+        assert below.given is not None
+        return below.given[texts, positions]
+
+    def after(self, below: Read, parts: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Tensor]:
+        return [self._padded([below.texts[n] for n in chosen]) for chosen, _ in parts]
+
+    def above(self, state: Tensor, texts: Tensor, positions: Tensor) -> Tensor:
+        return self.model(state)[texts, positions]
+
+    def _padded(self, texts: Sequence[list[int]]) -> Tensor:
+        return padded(texts).to(next(self.model.parameters()).device)
 
     def write(self, texts: Sequence[list[int]], count: int) -> list[list[int]]:
         device = next(self.model.parameters()).device
@@ -83,12 +125,14 @@ class Batch(NamedTuple):
     """Texts that are read at once, and what is graded in them."""
 
     texts: Sequence[Text]
-    state: Any  # what the lower half of the model makes of them
+    below: Any  # what the lower half of the model made of all texts, and
+    numbers: list[int]  # which of them these are
     row_n: Tensor
     position_n: Tensor  # of the token before the one that is graded
     target_n: Tensor
     is_answer_n: Tensor  # otherwise it is one of the base's own
     lesson_n: Tensor
+    state: Any = None  # what passes go on from, if that is computed already
 
 
 def graded(texts: Sequence[Text]) -> list[tuple[int, int, int, bool, int]]:
@@ -151,27 +195,49 @@ class Reading:
             ]
             for turn in range(self.config.contexts)
         ]
-        follows = self._continued(turns[0], self.config.after)  # hardly depends on the frame: found once
         mentions = self._mentions(subjects)
+        after, mention = self.config.after, self.config.mention
+        more = self._continued(turns[0] + mentions, max(after, mention))
+        for texts in turns:
+            for text, own in zip(
+                texts, more, strict=False
+            ):  # hardly depends on the frame: found in the first
+                text.tokens += own[:after]
+        for text, own in zip(mentions, more[len(turns[0]) :], strict=True):
+            text.tokens += own[:mention]
         for turn, texts in enumerate(turns):
-            for text, more in zip(texts, follows, strict=True):
-                text.tokens += more
             texts += mentions[turn * len(subjects) : (turn + 1) * len(subjects)]
         return turns
 
     @torch.no_grad()
-    def batches(self, texts: Sequence[Text]) -> Iterator[Batch]:
-        """The texts, so many at once as the configuration says, with what the lower half makes of them."""
-        for part in self._alike(texts):
-            tokens = padded([text.tokens for text in part]).to(self.device)
-            with self.autocast():
-                state = self.halves.below(tokens)
-            places = zip(*graded(part), strict=True)
-            columns = (torch.tensor(column, device=self.device) for column in places)
-            yield Batch(part, state, *columns)
+    def batches(self, turns: Sequence[Sequence[Text]]) -> list[list[Batch]]:
+        """The texts of each turn, so many at once as the configuration says; the lower half reads all now."""
+        texts = [text for turn in turns for text in turn]
+        with self.autocast():
+            below = self.halves.below([text.tokens for text in texts])
+        turns_of, start = [], 0
+        for turn in turns:
+            numbers = range(start, start := start + len(turn))
+            turns_of.append([self._batch(texts, part, below) for part in self._parts(texts, numbers, below)])
+        return turns_of
+
+    def given(self, batch: Batch, rows: Sequence[int], positions: Sequence[int]) -> Tensor:
+        """What the layer that learns is given at these places of a batch: (n, width)."""
+        texts = torch.tensor([batch.numbers[row] for row in rows], device=self.device)
+        return self.halves.given(batch.below, texts, torch.tensor(positions, device=self.device))
+
+    @torch.no_grad()
+    def after(self, batches: Sequence[Batch], first: Sequence[Sequence[int]]) -> list[Batch]:
+        """The batches for many passes, in none of which a text changes before its token `first`."""
+        parts = [(batch.numbers, begin) for batch, begin in zip(batches, first, strict=True)]
+        with self.autocast():
+            states = self.halves.after(batches[0].below, parts)
+        return [batch._replace(state=state) for batch, state in zip(batches, states, strict=True)]
 
     def predict(self, batch: Batch) -> Tensor:
         """Logits (n, vocabulary) of the tokens that are graded."""
+        if batch.state is None:
+            (batch,) = self.after([batch], [[0] * len(batch.texts)])
         with self.autocast():
             return self.halves.above(batch.state, batch.row_n, batch.position_n).float()
 
@@ -206,7 +272,7 @@ class Reading:
             yield Text(lesson, tokens, range(max(1, first), len(tokens)), keys, repeated)
 
     def _mentions(self, subjects: Sequence[str]) -> list[Text]:
-        """For each turn, a sentence that names each subject, and what the base would write after it."""
+        """For each turn, a sentence that names each subject."""
         if not self.config.mention:
             return []
         texts = []
@@ -217,8 +283,6 @@ class Reading:
                 place = len(self.encode(said[: said.index("{}")] + name)) - 1
                 keys = [place] if place else []  # models keep a sink at the first token
                 texts.append(Text(number, tokens, range(len(tokens), len(tokens)), keys))
-        for text, more in zip(texts, self._continued(texts, self.config.mention), strict=True):
-            text.tokens += more
         return texts
 
     def strangers(self, lessons: Sequence[Sequence[tuple[str, str]]], subjects: Sequence[str]) -> list[Text]:
@@ -269,17 +333,22 @@ class Reading:
                 written += self.halves.write([text.tokens for text in part], count)
         return written or [[] for _ in texts]
 
-    def _alike(self, texts: Sequence[Text]) -> Iterator[Sequence[Text]]:
-        """Texts of similar lengths, so many at once as may be: little of a batch is padding."""
-        part: list[Text] = []
-        for text in sorted(texts, key=lambda text: len(text.tokens)):
-            length = len(text.tokens)
-            padding = sum(length - len(other.tokens) for other in part)
-            uneven = part and length > 1.5 * len(part[0].tokens) and padding > FEW
+    def _batch(self, texts: Sequence[Text], numbers: list[int], below: Below) -> Batch:
+        own = [texts[n] for n in numbers]
+        columns = (torch.tensor(column, device=self.device) for column in zip(*graded(own), strict=True))
+        return Batch(own, below, numbers, *columns)
+
+    def _parts(self, texts: Sequence[Text], numbers: Sequence[int], below: Below) -> Iterator[list[int]]:
+        """So many texts at once as may be: of similar lengths, if that leaves less to fill up."""
+        part: list[int] = []
+        for number in sorted(numbers, key=lambda n: len(texts[n].tokens)):
+            length = len(texts[number].tokens)
+            padding = 0 if below.are_woven else sum(length - len(texts[n].tokens) for n in part)
+            uneven = part and length > 1.5 * len(texts[part[0]].tokens) and padding > FEW
             if uneven or len(part) == self.config.rows:
                 yield part
                 part = []
-            part.append(text)
+            part.append(number)
         if part:
             yield part
 

@@ -62,7 +62,11 @@ def tell(
         return record[name]
 
     def ask() -> list[str]:
-        return [_answer(model, fact["question"]) for fact in FACTS]
+        answers = []
+        for fact in FACTS:
+            answers.append(_answer(model, fact["question"]))
+            say(f"  {fact['question']} {' '.join(answers[-1].split())}")
+        return answers
 
     once("before", f"asking {BASE} about {len(FACTS)} things that do not exist ...", ask)
     _teach(model, out / SCHOOL, say)
@@ -114,6 +118,8 @@ def _answer(model: Model, question: str) -> str:
 
 def _teach(model: Model, school: Path, say: Say) -> None:
     """The facts that are not in the school yet, one after another; each is saved before the next begins."""
+    if not model.lessons():
+        say("before its first lesson a base reads background text, once ...")
     for number, fact in enumerate(FACTS[len(model.lessons()) :], len(model.lessons()) + 1):
         lesson = model.learn([(prompt, f" {fact['answer']}") for prompt in fact["taught"]])
         model.save(school)

@@ -1,33 +1,89 @@
 """A model in two halves: what lies below an APN layer, which no lesson changes, and what lies above it.
 
     halves = Halves(net, "lessons")
-    state = halves.below(tokens)                    # once
-    logits = halves.above(state, rows, positions)   # in every pass: (n, vocabulary), of these places alone
+    below = halves.below(texts)                     # once
+    (state,) = halves.after(below, [([0, 2], [7, 4])])  # once: of these two texts what follows so many tokens
+    logits = halves.above(state, texts, positions)  # in every pass: (n, vocabulary), of these places alone
 
-A lesson reads its texts many times. The blocks below the layer that learns give the same result each time,
-and of the logits, which are most of the work in a small model, only those of graded tokens are needed.
+A lesson reads its texts many times. The blocks below the layer give the same result each time, and so do
+those above it for what stands before the subject: of that, keys and values are kept. Of the logits, which are
+most of the work in a small model, only those of graded tokens are needed. Texts are read side by side
+(`woven`), or one in a row by models that cannot be told what each token sees.
 """
 
+import inspect
+import logging
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig
+from transformers import DynamicCache, GenerationConfig
+from transformers.cache_utils import DynamicLayer
 
-from attractor.continual.reading import Whole
+from attractor.continual.reading import Whole, padded
 from attractor.hf.net import Retrofit
+from attractor.hf.woven import NOWHERE, weave
+
+log = logging.getLogger("attractor")
+
+AT_ONCE = 256
+"""So many texts are read at once, where there is no gradient."""
+ROWS = 16
+"""On a CPU a product with so many rows takes less time than with a few less."""
+Part = tuple[Sequence[int], Sequence[int]]
+"""The numbers of some texts, and the first token of each that may change."""
+
+
+class Rows(NamedTuple):
+    """Texts in rows, as the model is given them."""
+
+    tokens: Tensor  # (rows, width)
+    place: Tensor  # (texts, longest) of each token that is read, counted through all rows
+    source: Tensor  # (rows, width) which token stands there: text * longest + position
+    past: Tensor  # (rows, columns) which tokens are seen and not read, likewise
+    given: dict[str, Tensor]  # positions, and what each token sees; nothing where every row is a text
 
 
 class Below(NamedTuple):
-    """What the lower half made of tokens."""
+    """What the lower half made of texts; their tokens are counted through all of them."""
 
-    tokens: Tensor
-    output: Any
-    """What the last block of the lower half returned; None if there is no lower half."""
-    read: Tensor | None
-    """What the layer recognises subjects by, if that comes from the lower half."""
+    texts: Sequence[list[int]]
+    are_woven: bool
+    place: Tensor  # (texts, longest) of each token
+    output: Tensor | None  # (tokens, dim) of the last block of the lower half, if it has one
+    read: Tensor  # (tokens, width) what the layer recognises subjects by
+
+
+class Above(NamedTuple):
+    """What the upper half goes on from."""
+
+    rows: Rows
+    output: Tensor | None  # (rows, width, dim)
+    read: Tensor | None  # (rows, width, width of what is read), if it comes from the lower half
+    past: dict[int, tuple[Tensor, Tensor]]  # block -> keys and values of the tokens that are not read
+
+
+class Before(NamedTuple):
+    """What the upper half keeps of the tokens that no lesson changes."""
+
+    place: Tensor  # (texts, longest) of each token
+    kept: dict[int, tuple[Tensor, Tensor]]  # block -> keys and values (tokens, heads, size)
+
+
+class Past(DynamicLayer):
+    """Keys and values that every pass goes on from, and that none changes."""
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self.lazy_initialization(keys, values)
+        self.keys, self.values = keys, values
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        return torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
 
 
 class _Reached(Exception):
@@ -38,18 +94,13 @@ class Halves:
     """The two halves of a model with one retrofit of one layer."""
 
     def __init__(self, net: Retrofit, name: str) -> None:
-        (number,) = net.apn_layers(name)
+        ((number, self.layer),) = net.apn_layers(name).items()
         self.net, self.name = net, name
         self.lower = blocks_below(net.model, net.sites[number].place.name)
         self.source = net.sites[net.sources[name]] if name in net.sources else None
         self._alike: dict[tuple[int, int], list[int]] = {}
-
-    @torch.no_grad()
-    def below(self, tokens: Tensor) -> Below:
-        """The result of the blocks below the layer for tokens (B, T)."""
-        if not self.lower:
-            return Below(tokens, None, None)
-        return Below(tokens, *self._up_to(self.lower[-1], tokens))
+        self._beside: tuple[None, ...] | None = None  # so many more things a block returns, in a tuple
+        self._is_flat = False  # whether the model hands over tokens of all texts as one
 
     @torch.no_grad()
     def read(self, tokens: Tensor) -> Tensor:
@@ -57,19 +108,178 @@ class Halves:
         if self.source is not None:
             _, read = self._up_to(self.source.place.modules[0], tokens)
             assert read is not None
-            return read.float().reshape(*tokens.shape, -1)
-        state = self.below(tokens)
+        else:
+            _, read = self._lower(_one_in_a_row(tokens))
+        return read.float().reshape(*tokens.shape, -1)
+
+    @torch.no_grad()
+    def below(self, texts: Sequence[list[int]]) -> Below:
+        """The result of the blocks below the layer."""
+        return self._below(texts, max(map(len, texts)) <= self._longest and self._can_weave)
+
+    def given(self, below: Below, texts: Tensor, positions: Tensor) -> Tensor:
+        """What the layer is given at these places of texts: (n, width)."""
+        return below.read[below.place[texts, positions]]
+
+    @torch.no_grad()
+    def after(self, below: Below, parts: Sequence[Part]) -> list[Above]:
+        """For each part some texts from their tokens `first` on: what comes before them is computed now."""
+        ends = {n: max(1, end) for part in parts for n, end in zip(*part, strict=True)}
+        before = self._before(below, ends) if below.are_woven and max(ends.values()) > 1 else None
+        return [self._after(below, before, *part) for part in parts]
+
+    def above(self, state: Above, texts: Tensor, positions: Tensor) -> Tensor:
+        """The logits (n, vocabulary) after the tokens at these places."""
+        cache = None
+        if state.past:
+            cache = DynamicCache()
+            cache.layers = [
+                Past(*state.past[n]) if n in state.past else DynamicLayer()
+                for n in range(max(state.past) + 1)
+            ]
+        return self._logits(state, state.rows.place[texts, positions], cache)
+
+    def write(self, texts: Sequence[list[int]], count: int) -> list[list[int]]:
+        """The likeliest `count` tokens that the base would write after each of these texts."""
+        with self.net.using(None):
+            return likeliest(self.net.model, texts, count)
+
+    # --- inside
+
+    @property
+    def device(self) -> torch.device:
+        return self.layer.prototypes.device
+
+    @property
+    def _longest(self) -> float:
+        """In a longer text tokens do not see all of it."""
+        config = self.net.model.config.get_text_config()
+        windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+        return min((window for window in windows if window), default=math.inf)
+
+    @cached_property
+    @torch.no_grad()
+    def _can_weave(self) -> bool:
+        """Whether the model heeds the positions and the mask that it is given: its logits tell."""
+        model = self.net.model
+        if "position_ids" not in inspect.signature(model.forward).parameters:
+            return False
+        texts = [[5, 6, 7, 8], [5, 6, 9, 10, 11]]
+        text, position = torch.tensor([[0, 3], [1, 2], [1, 4]], device=self.device).unbind(1)
+        with torch.autocast(self.device.type, enabled=False), self.net.using(self.name):
+            wanted = logits_at(model, padded(texts).to(self.device), text, position)
+            try:
+                (state,) = self.after(self._below(texts, True), [([0, 1], [2, 2])])
+                found = self.above(state, text, position)
+            except (TypeError, ValueError, RuntimeError, IndexError) as error:
+                log.info("lessons take longer: this model cannot read texts side by side (%s)", error)
+                return False
+        allowed = torch.finfo(model.dtype).eps ** 0.5 * wanted.std()
+        return bool((found - wanted).abs().max() < allowed)
+
+    def _below(self, texts: Sequence[list[int]], weaves: bool) -> Below:
+        count = 0
+        place = torch.full((len(texts), max(map(len, texts))), NOWHERE, device=self.device)
+        order = sorted(range(len(texts)), key=lambda n: texts[n] if weaves else [len(texts[n])])
+        outputs, reads = [], []
+        for start in range(0, len(texts), AT_ONCE):
+            part = order[start : start + AT_ONCE]
+            rows = self._rows([texts[n] for n in part], [0] * len(part), weaves)
+            output, read = self._lower(rows)
+            place[part, : rows.place.shape[1]] = counted(rows.place, count)
+            count += rows.tokens.numel()
+            outputs += [] if output is None else [output.flatten(0, 1)]
+            reads.append(read.reshape(rows.tokens.numel(), -1))
+        return Below(texts, weaves, place, torch.cat(outputs) if outputs else None, torch.cat(reads))
+
+    def _rows(self, texts: Sequence[list[int]], first: Sequence[int], weaves: bool) -> Rows:
+        if not weaves:
+            return _one_in_a_row(padded(texts).to(self.device))
+        woven, dtype = weave(texts, first), self.net.model.dtype
+        mask = torch.zeros(woven.sees.shape, dtype=dtype).masked_fill_(~woven.sees, torch.finfo(dtype).min)
+        device = self.device
+        return Rows(
+            tokens=woven.tokens.to(device),
+            place=woven.place.to(device),
+            source=woven.source.to(device),
+            past=woven.past.to(device),
+            given={"position_ids": woven.positions.to(device), "attention_mask": mask[:, None].to(device)},
+        )
+
+    def _above(
+        self, below: Below, chosen: Sequence[int], rows: Rows, past: dict[int, tuple[Tensor, Tensor]]
+    ) -> Above:
+        place = below.place[list(chosen), : rows.place.shape[1]].flatten()[rows.source].clamp(min=0)
+        output = None if below.output is None else below.output[place]
+        read = None
+        if self._reads_below:
+            read = below.read[place.flatten() if self._is_flat else place]
+        return Above(rows, output, read, past)
+
+    def _before(self, below: Below, ends: dict[int, int]) -> Before:
+        """What every block of the upper half makes of these texts up to their ends."""
+        place, count = torch.full_like(below.place, NOWHERE), 0
+        kept: dict[int, list[tuple[Tensor, Tensor]]] = {}
+        order = sorted(ends, key=below.texts.__getitem__)
+        for start in range(0, len(order), AT_ONCE):
+            part = order[start : start + AT_ONCE]
+            rows = self._rows([below.texts[n][: ends[n]] for n in part], [0] * len(part), True)
+            cache = DynamicCache()
+            self._logits(self._above(below, part, rows, {}), rows.place[0, :1], cache)
+            place[part, : rows.place.shape[1]] = counted(rows.place, count)
+            count += rows.tokens.numel()
+            for number, layer in enumerate(cache.layers):
+                if layer.is_initialized:
+                    keys, values = (of.transpose(1, 2).flatten(0, 1) for of in (layer.keys, layer.values))
+                    kept.setdefault(number, []).append((keys, values))
+        whole = {n: [torch.cat(part) for part in zip(*own, strict=True)] for n, own in kept.items()}
+        return Before(place, {number: (keys, values) for number, (keys, values) in whole.items()})
+
+    def _after(
+        self, below: Below, before: Before | None, chosen: Sequence[int], first: Sequence[int]
+    ) -> Above:
+        rows = self._rows([below.texts[n] for n in chosen], first, below.are_woven)
+        if before is None or not rows.past.numel():
+            return self._above(below, chosen, rows, {})
+        place = before.place[list(chosen), : rows.place.shape[1]].flatten()[rows.past.clamp(min=0)]
+        place = place.clamp(min=0)  # what no text sees may be anything
+        past = {
+            number: (keys[place].transpose(1, 2), values[place].transpose(1, 2))
+            for number, (keys, values) in before.kept.items()
+        }
+        return self._above(below, chosen, rows, past)
+
+    @property
+    def _reads_below(self) -> bool:
+        """Whether subjects are recognised by what comes from the lower half."""
+        return self.source is not None and bool(self.lower)
+
+    def _lower(self, rows: Rows) -> tuple[Tensor | None, Tensor]:
+        """What the last block of the lower half returns, and what the layer is given."""
+        output, read = None, None
+        if self.lower:
+            output, read = self._up_to(self.lower[-1], rows.tokens, **rows.given)
+            self._beside = tuple(None for _ in output[1:]) if isinstance(output, tuple) else None
+            output = output if self._beside is None else output[0]
+        if read is not None:
+            self._is_flat = read.dim() == 2
+            return output, read
         seen: list[Tensor] = []
-        (layer,) = self.net.apn_layers(self.name).values()
-        hook = layer.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+
+        def stop(layer: nn.Module, given: Any) -> None:
+            seen.append(given[0])
+            raise _Reached
+
+        hook = self.layer.register_forward_pre_hook(stop)
         try:
-            rows = torch.zeros(1, dtype=torch.long, device=tokens.device)
-            self.above(state, rows, rows)
+            self._logits(Above(rows, output, None, {}), rows.place.flatten()[:1])
+        except _Reached:
+            pass
         finally:
             hook.remove()
-        return seen[0].float().reshape(*tokens.shape, -1)
+        return output, seen[0]
 
-    def _up_to(self, module: nn.Module, tokens: Tensor) -> tuple[Any, Tensor | None]:
+    def _up_to(self, module: nn.Module, tokens: Tensor, **given: Tensor) -> tuple[Any, Tensor | None]:
         """What a module returns, and what subjects are recognised by if that comes before: no more is run."""
         returned = []
 
@@ -80,22 +290,23 @@ class Halves:
         hook = module.register_forward_hook(stop)
         with self.net.using(self.name):
             try:
-                self.net.model(input_ids=tokens, use_cache=False)
+                self.net.model(input_ids=tokens, use_cache=False, **given)
             except _Reached:
                 pass
             finally:
                 hook.remove()
             return returned[0], None if self.source is None else self.source.input
 
-    def above(self, state: Below, rows: Tensor, positions: Tensor) -> Tensor:
-        """The logits (n, vocabulary) after the tokens at these places, from what the lower half made."""
+    def _logits(self, state: Above, place: Tensor, cache: Any = None) -> Tensor:
+        """The logits after tokens that are counted through all rows."""
+        tokens, width = state.rows.tokens, state.rows.tokens.shape[1]
+        given = (
+            state.rows.given
+            if cache is None
+            else {**state.rows.given, "past_key_values": cache, "use_cache": True}
+        )
         with self.net.using(self.name), self._skipping(state):
-            return logits_at(self.net.model, state.tokens, rows, positions)
-
-    def write(self, texts: Sequence[list[int]], count: int) -> list[list[int]]:
-        """The likeliest `count` tokens that the base would write after each of these texts."""
-        with self.net.using(None):
-            return likeliest(self.net.model, texts, count)
+            return logits_at(self.net.model, tokens, place // width, place % width, **given)
 
     def similar(self, token: int, count: int) -> list[int]:
         """The tokens whose embeddings are most like one's, without itself."""
@@ -108,13 +319,14 @@ class Halves:
         return self._alike[token, count]
 
     @contextmanager
-    def _skipping(self, state: Below) -> Iterator[None]:
+    def _skipping(self, state: Above) -> Iterator[None]:
         """Every block of the lower half returns at once what the last one did."""
         found = [vars(block).get("forward") for block in self.lower]
+        output = state.output if self._beside is None else (state.output, *self._beside)
         if self.source is not None and self.lower:
             self.source.input = state.read
         for block in self.lower:
-            setattr(block, "forward", lambda *_, **__: state.output)  # noqa: B010 (a method for mypy)
+            setattr(block, "forward", lambda *_, **__: output)  # noqa: B010 (a method for mypy)
         try:
             yield
         finally:
@@ -125,11 +337,21 @@ class Halves:
                     setattr(block, "forward", before)  # noqa: B010
 
 
+def counted(place: Tensor, before: int) -> Tensor:
+    """Places of tokens, if so many stand before them."""
+    return torch.where(place == NOWHERE, NOWHERE, place + before)
+
+
+def _one_in_a_row(tokens: Tensor) -> Rows:
+    place = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
+    return Rows(tokens, place, place, place[:, :0], {})
+
+
 class Undivided(Whole):
     """A Hugging Face model of which everything may change."""
 
-    def above(self, state: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-        return logits_at(self.model, state, rows, positions)
+    def above(self, state: Tensor, texts: Tensor, positions: Tensor) -> Tensor:
+        return logits_at(self.model, state, texts, positions)
 
     def write(self, texts: Sequence[list[int]], count: int) -> list[list[int]]:
         return likeliest(self.model, texts, count)
@@ -138,7 +360,9 @@ class Undivided(Whole):
 @torch.no_grad()
 def likeliest(model: Any, texts: Sequence[list[int]], count: int) -> list[list[int]]:
     """What a Hugging Face model writes after each of these texts: `count` tokens, even if it would end."""
-    longest = max(map(len, texts))
+    longest, written = max(map(len, texts)), len(texts)
+    if model.device.type == "cpu" and written > ROWS // 2:
+        texts = [*texts, *[texts[0]] * (-written % ROWS)]
     rows = [[0] * (longest - len(text)) + text for text in texts]  # its caches want the ends in one column
     mask = [[0] * (longest - len(text)) + [1] * len(text) for text in texts]
     never = model.get_output_embeddings().weight.shape[0]  # no token ends a text
@@ -148,15 +372,15 @@ def likeliest(model: Any, texts: Sequence[list[int]], count: int) -> list[list[i
         attention_mask=torch.tensor(mask, device=model.device),
         generation_config=settings,
     )
-    return tokens[:, longest:].tolist()
+    return tokens[:written, longest:].tolist()
 
 
-def logits_at(model: Any, tokens: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
-    """The logits (n, vocabulary) of a Hugging Face model at these places alone."""
+def logits_at(model: Any, tokens: Tensor, rows: Tensor, positions: Tensor, **given: Any) -> Tensor:
+    """The logits (n, vocabulary) of a Hugging Face model at these places alone; `given` is passed to it."""
     head = model.get_output_embeddings()
     hook = head.register_forward_pre_hook(lambda _, given: (given[0][rows, positions][None],))
     try:
-        return model(input_ids=tokens, use_cache=False).logits[0]
+        return model(input_ids=tokens, **{"use_cache": False, **given}).logits[0]
     finally:
         hook.remove()
 
