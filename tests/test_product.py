@@ -137,7 +137,7 @@ def tie(layer: APN, count: int) -> tuple[torch.Tensor, torch.Tensor]:
 )
 def test_equal_scores_go_to_the_lower_patch(backend, top_k):
     layer = build(dim=8, num_patches=49, top_k=top_k, routing="dot", temperature=1.0, backend=backend)
-    x, wanted = tie(layer, 30)
+    x, wanted = tie(layer, 6 if backend == "triton" and not torch.cuda.is_available() else 30)
     assert torch.equal(layer(x, return_stats=True)[1].indices, wanted)
     with torch.no_grad():  # of few tokens: another way
         assert torch.equal(layer(x, return_stats=True)[1].indices, wanted)

@@ -6,7 +6,7 @@ import json
 import product_check
 import pytest
 import torch
-from test_fused import ON_GPU
+from test_fused import FEW_TOKENS, ON_GPU, few_are_fewer  # noqa: F401
 from test_layer import needs_triton
 
 from attractor.ops import product
@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.skipif(ON_GPU, reason="a GPU runs the check itself"),
     pytest.mark.filterwarnings("ignore:.*Triton.*:UserWarning"),
 ]
-SIZES = product_check.Sizes(dim=12, tokens=product.FEW_TOKENS + 2, rank=2, runs=1, device="cpu")
+SIZES = product_check.Sizes(dim=12, tokens=FEW_TOKENS + 10, rank=2, runs=1, device="cpu")
 
 
 @pytest.fixture(autouse=True)
