@@ -1,5 +1,6 @@
 """Numbers about losses: intervals, gains, forgetting, transfer. Losses are in nats per token throughout."""
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -34,6 +35,7 @@ def interval(
     return middle - math.hypot(below, apart), middle + math.hypot(above, apart)
 
 
+@functools.cache  # scipy takes milliseconds for each
 def _t_95(freedom: float) -> float:
     """What 1.96 becomes when the spread is known from few."""
     from scipy import stats  # most of a second, which is spared where no interval is asked for

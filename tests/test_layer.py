@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import re
 from dataclasses import fields
 from importlib.util import find_spec
 from typing import get_args
@@ -11,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load, save
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounter
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._inductor import config as inductor_config
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -157,6 +160,24 @@ def test_compiles_to_one_graph(name, backend):
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_compiled_gradients_of_rows_are_hidden_from_inductor():
+    """They are one operator that it calls: it may not see the indexing that it miscompiles (`ops.rows`)."""
+    torch._dynamo.reset()
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append({str(node.target) for node in graph.graph.nodes})
+        return make_boxed_func(graph.forward)
+
+    layer = build(num_patches=32, decoder="shared", offset_rank=2, backend="reference")
+    update = torch.compile(layer, fullgraph=True, backend=aot_autograd(fw_compiler=keep, bw_compiler=keep))
+    update(torch.randn(40, 12)).sum().backward()
+    _, backward = graphs
+    assert "attractor.add_rows.default" in backward
+    assert not [name for name in backward if re.search("embedding|index_put|index_add", name)]
+
+
+@pytest.mark.slow  # a quarter of a minute with an empty cache of Inductor's
 @inductor_config.patch({"compile_threads": 1, "cpp.vec_isa_ok": True})  # no processes, no trial programs
 def test_compiled_gather_is_not_miscompiled(two_threads):
     """Inductor scattered this shape's gate gradients out of bounds, until `ops.rows` hid the gather."""
