@@ -435,8 +435,14 @@ class TrainConfig(JSONConfig):
     """Under torchrun: a whole model in every process, or ("fsdp") a part of every tensor."""
 
     def __post_init__(self) -> None:
-        for name in ("max_steps", "batch_size", "accumulation", "eval_interval", "checkpoint_interval",
-                     "log_interval"):  # fmt: skip
+        for name in (
+            "max_steps",
+            "batch_size",
+            "accumulation",
+            "eval_interval",
+            "checkpoint_interval",
+            "log_interval",
+        ):
             check_size(name, getattr(self, name))
         for name in ("warmup_steps", "scale_warmup_steps", "seed"):
             check_number(

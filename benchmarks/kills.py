@@ -23,18 +23,39 @@ from attractor.results import write_result
 WORDS = ["to", "be", "or", "not", "that", "is", "the", "question"]
 STEPS = 1500
 OPTIONS = [
-    "--model.context", "16", "--model.dim", "32", "--model.num-heads", "2", "--model.num-layers", "2",
-    "--train.batch-size", "4", "--train.max-steps", str(STEPS), "--train.checkpoint-interval", "2",
-    "--train.eval-interval", "50", "--train.log-interval", "1", "--device", "cpu", "--resume", "auto",
-]  # fmt: skip
+    "--model.context",
+    "16",
+    "--model.dim",
+    "32",
+    "--model.num-heads",
+    "2",
+    "--model.num-layers",
+    "2",
+    "--train.batch-size",
+    "4",
+    "--train.max-steps",
+    str(STEPS),
+    "--train.checkpoint-interval",
+    "2",
+    "--train.eval-interval",
+    "50",
+    "--train.log-interval",
+    "1",
+    "--device",
+    "cpu",
+    "--resume",
+    "auto",
+]
 
 
 def start(source: Path, run: Path) -> subprocess.Popen:
     command = [sys.executable, "-m", "attractor.cli", "train", "tiny_apn", "--data", str(source)]
     return subprocess.Popen(
-        [*command, "--out", str(run), *OPTIONS], cwd=source.parent, stdout=subprocess.DEVNULL,
+        [*command, "--out", str(run), *OPTIONS],
+        cwd=source.parent,
+        stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    )
 
 
 def last_step(run: Path) -> int:
@@ -92,10 +113,14 @@ def main() -> int:
         write_result(
             options.result,
             {
-                "experiment": "kills", "seed": options.seed, "config": OPTIONS, "kills": len(reached),
-                "checkpoint_step_left_by_each": reached, "final_state_equal": same,
+                "experiment": "kills",
+                "seed": options.seed,
+                "config": OPTIONS,
+                "kills": len(reached),
+                "checkpoint_step_left_by_each": reached,
+                "final_state_equal": same,
             },
-        )  # fmt: skip
+        )
     return 0 if same and len(reached) == options.kills else 1
 
 

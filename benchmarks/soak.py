@@ -43,8 +43,11 @@ from attractor.serve.service import Service
 
 def percentiles(seconds: list[float]) -> dict[str, float]:
     ordered = np.sort(seconds) * 1e3
-    return {"p50_ms": float(np.median(ordered)), "p99_ms": float(np.percentile(ordered, 99)),
-            "worst_ms": float(ordered[-1])}  # fmt: skip
+    return {
+        "p50_ms": float(np.median(ordered)),
+        "p99_ms": float(np.percentile(ordered, 99)),
+        "worst_ms": float(ordered[-1]),
+    }
 
 
 def overhead(lessons: int = 400) -> dict[str, Any]:
@@ -158,9 +161,11 @@ def throughput(seconds: float = 10.0, streams: int = 8) -> dict[str, Any]:
                     teacher.join()
     rates = {name: statistics.mean(each) for name, each in found.items()}
     return {
-        "ratio": rates["learning"] / rates["alone"], "streams": streams, "lessons": dict(lessons),
+        "ratio": rates["learning"] / rates["alone"],
+        "streams": streams,
+        "lessons": dict(lessons),
         "ratio_without_limits": rates["learning all the time"] / rates["alone"],
-    }  # fmt: skip
+    }
 
 
 def _teach_until(service: Service, stop: threading.Event, lessons: Counter[str], name: str) -> None:

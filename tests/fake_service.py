@@ -151,9 +151,15 @@ class FakeService:
         self.sources[source] = self.sources.get(source, 0) + tokens
         loss = 1.6 + 2 * math.exp(-self.version / 20) + 0.15 * math.sin(self.version)
         answer = {
-            "source": source, "loss": loss, "tokens": tokens, "taught": tokens - 1, "held_back": {},
-            "patches": {"0": [1, 5]}, "bytes": 512, "repeated": False,
-        }  # fmt: skip
+            "source": source,
+            "loss": loss,
+            "tokens": tokens,
+            "taught": tokens - 1,
+            "held_back": {},
+            "patches": {"0": [1, 5]},
+            "bytes": 512,
+            "repeated": False,
+        }
         return self._change("lesson", key, answer, source=source, loss=loss, tokens=tokens)
 
     def versions(self, limit: int, before: int | None) -> list[dict[str, Any]]:
@@ -189,11 +195,13 @@ class FakeService:
     def overlays(self) -> dict[str, dict[str, Any]]:
         return {
             name: {
-                "version": self.version, "tokens": tokens, "bytes": 300 * tokens,
+                "version": self.version,
+                "tokens": tokens,
+                "bytes": 300 * tokens,
                 "patches": {"0": 12, "1": 9},
             }
             for name, tokens in self.sources.items()
-        }  # fmt: skip
+        }
 
     def ready(self) -> tuple[bool, str]:
         return self.is_ready
@@ -234,7 +242,7 @@ class FakeService:
                 name: {"used": 0.004 * number + 0.002, "budget": 0.02}
                 for number, name in enumerate(self.sources)
             },
-        }  # fmt: skip
+        }
 
 
 class FakeSchool(FakeService):

@@ -24,9 +24,14 @@ QUICK = Rules(canary_tokens=32)
 def model() -> GPT:
     torch.manual_seed(0)
     shape = GPTConfig(
-        vocab_size=256, context=32, num_layers=2, num_heads=2, dim=16, ffn="apn",
+        vocab_size=256,
+        context=32,
+        num_layers=2,
+        num_heads=2,
+        dim=16,
+        ffn="apn",
         apn=APNConfig(num_patches=8, top_k=2, rank=4),
-    )  # fmt: skip
+    )
     return GPT(shape).eval()
 
 
@@ -44,7 +49,8 @@ def serve(folder: Path, **options: Any) -> Service:
 def hashes(service: Service) -> Mapping[str, str]:
     """Of everything that a source is: weights, moments, counters."""
     return {
-        name: tensors_hash({key: value.detach() for key, value in tensors_of(held).items()},
-                           repr(fields_of(held)))
+        name: tensors_hash(
+            {key: value.detach() for key, value in tensors_of(held).items()}, repr(fields_of(held))
+        )
         for name, held in service.teacher.sources.items()
-    }  # fmt: skip
+    }

@@ -25,9 +25,14 @@ def serve(folder: Path) -> Service:
 
     torch.manual_seed(0)
     shape = transformers.LlamaConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=64,
-    )  # fmt: skip
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
     net = retrofit(transformers.LlamaForCausalLM(shape).eval(), APNConfig(num_patches=8, top_k=2, rank=4))
     learn = LearnConfig(update=UpdateConfig(learning_rate=1e-2), max_patches=3)
     learner = GuardedLearner(cast(GPT, CausalLM(net, context=32)), ByteTokenizer(), GuardConfig(learn=learn))

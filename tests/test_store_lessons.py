@@ -44,9 +44,15 @@ def test_a_lesson_replaces_itself_and_is_dropped_by_its_number_or_by_its_source(
         store.snapshot()
     with opened(tmp_path) as store:
         assert [values(store, version) for version in range(8)] == [
-            {}, {0: 1}, {0: 1, 1: 1}, {0: 1, 1: 1, 2: 1}, {0: 5, 1: 1, 2: 1}, {0: 5, 1: 1}, {0: 5},
+            {},
+            {0: 1},
+            {0: 1, 1: 1},
             {0: 1, 1: 1, 2: 1},
-        ]  # fmt: skip
+            {0: 5, 1: 1, 2: 1},
+            {0: 5, 1: 1},
+            {0: 5},
+            {0: 1, 1: 1, 2: 1},
+        ]
         assert store.state_at().lessons[1].source == "news"
     assert not verify(tmp_path).damage
 
@@ -113,6 +119,7 @@ def test_any_tool_can_ask_who_taught_what(tmp_path):
     rows = connection.execute("SELECT target, source, sender, fields FROM records").fetchall()
     connection.close()
     assert [(*row[:3], json.loads(row[3])) for row in rows] == [
-        (0, "wiki", "ann", {"n": 0}), (1, "news", "bob", {"n": 1}),
-    ]  # fmt: skip
+        (0, "wiki", "ann", {"n": 0}),
+        (1, "news", "bob", {"n": 1}),
+    ]
     assert isinstance(store, Store)

@@ -152,10 +152,13 @@ def clopper_pearson(hits: int, count: int, confidence: float = 0.95) -> float:
         middle = (low + high) / 2
         few = sum(
             math.exp(
-                math.lgamma(count + 1) - math.lgamma(k + 1) - math.lgamma(count - k + 1)
-                + (k * math.log(middle) if k else 0.0) + (count - k) * math.log1p(-middle)
+                math.lgamma(count + 1)
+                - math.lgamma(k + 1)
+                - math.lgamma(count - k + 1)
+                + (k * math.log(middle) if k else 0.0)
+                + (count - k) * math.log1p(-middle)
             )
             for k in range(hits + 1)
-        )  # fmt: skip
+        )
         low, high = (middle, high) if few > 1 - confidence else (low, middle)
     return high

@@ -397,16 +397,29 @@ class Service:
             {} if budget is None else {n: {"used": u, "budget": budget} for n, u in learned["drift"].items()}
         )
         return {
-            "version": self.version, "uptime": time.time() - self.started, "learning": self._learning,
-            "progressive": learned["progressive"], "canaries": learned["canaries"], "usage": learned["usage"],
-            "overlays": learned["overlays"], "drift": drift, "posteriors": recent,
+            "version": self.version,
+            "uptime": time.time() - self.started,
+            "learning": self._learning,
+            "progressive": learned["progressive"],
+            "canaries": learned["canaries"],
+            "usage": learned["usage"],
+            "overlays": learned["overlays"],
+            "drift": drift,
+            "posteriors": recent,
             "lessons": learned.get("lessons"),
-            "queue": {"generating": figures["rows"], "waiting": figures["waiting"], "learning": count,
-                      "limit": self.limits.learning},
+            "queue": {
+                "generating": figures["rows"],
+                "waiting": figures["waiting"],
+                "learning": count,
+                "limit": self.limits.learning,
+            },
             "tokens_per_second": figures["tokens_per_second"],
-            "journal": {"last": self.store.last, "bytes": self.store.nbytes,
-                        "recovered": self.store.recovered},
-        }  # fmt: skip
+            "journal": {
+                "last": self.store.last,
+                "bytes": self.store.nbytes,
+                "recovered": self.store.recovered,
+            },
+        }
 
     # --- ending
 

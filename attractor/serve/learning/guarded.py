@@ -43,9 +43,12 @@ def identity(learner: GuardedLearner) -> str:
     """What a store's records belong to: this base, and sources that have these tensors."""
     config = learner.config
     shape = [
-        sorted(config.learn.update.train), config.learn.update.rule, config.attention,
-        config.attention_rank, sorted(config.also),
-    ]  # fmt: skip
+        sorted(config.learn.update.train),
+        config.learn.update.rule,
+        config.attention,
+        config.attention_rank,
+        sorted(config.also),
+    ]
     return f"{learner.base_hash}/{hashlib.sha256(json.dumps(shape).encode()).hexdigest()[:16]}"
 
 
@@ -249,13 +252,18 @@ class GuardedTeacher(Teacher):
         self.figures: dict[str, Any] = {
             "progressive": list(self.progressive),
             "canaries": {name: list(seen) for name, seen in self.watched.items()},
-            "usage": self._usage(), "drift": dict(self.drifts),
+            "usage": self._usage(),
+            "drift": dict(self.drifts),
             "overlays": {
-                name: {"version": self.changed[name], "lessons": held.version, "tokens": held.tokens,
-                       **self._size(name, held)}
+                name: {
+                    "version": self.changed[name],
+                    "lessons": held.version,
+                    "tokens": held.tokens,
+                    **self._size(name, held),
+                }
                 for name, held in self.sources.items()
             },
-        }  # fmt: skip
+        }
 
     def _size(self, name: str, held: Source) -> dict[str, Any]:
         """Bytes of weights that a source changed, and how many patches of each layer."""
@@ -304,9 +312,11 @@ class GuardedTeacher(Teacher):
             paths[source] = held.branch.model
         config = self.learner.config
         guard = Guard(
-            {"base": self.learner.base, **paths}, prior=config.prior, window=config.window,
+            {"base": self.learner.base, **paths},
+            prior=config.prior,
+            window=config.window,
             switch_rate=config.switch_rate,
-        )  # fmt: skip
+        )
         return guard.to(self.learner.device).eval()
 
     def _built(self, state: State) -> Built:
