@@ -58,7 +58,7 @@ class Adapt:
     attention: AttentionName = GuardConfig.attention
     """With --guard, what an overlay may change in attention: nothing, low-rank deltas, or whole matrices."""
     attention_rank: int = GuardConfig.attention_rank
-    """Rank of those deltas."""
+    """The rank of what overlays learn of attention, with --attention low_rank."""
     also: Annotated[tuple[AlsoName, ...], otherwise("nothing", "{embedding,norms}")] = ()
     """With --guard, what else an overlay may change; tokens the base never saw need "embedding"."""
     switch_rate: float = GuardConfig.switch_rate

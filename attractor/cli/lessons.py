@@ -29,7 +29,7 @@ class Ask:
     question: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="QUESTION")]
     """What the model is asked."""
     max_tokens: int = 60
-    """The longest answer."""
+    """The most tokens of an answer."""
     device: Device = None
     """cpu, cuda, cuda:1, ..."""
 
@@ -55,7 +55,7 @@ class Chat:
     model: ModelName
     """A run, a saved model or learner, a retrofit, saved lessons, a Hugging Face model, or smollm2-135m."""
     max_tokens: int = 200
-    """The longest answer."""
+    """The most tokens of an answer."""
     temperature: float = 0.0
     """0 always takes the likeliest token."""
     device: Device = None

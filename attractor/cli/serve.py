@@ -51,13 +51,13 @@ class Serve:
     learn: bool = False
     """Learn what clients teach. Without it the server answers with what was learned before."""
     name: Annotated[str | None, otherwise("the name of the folder", "TEXT")] = None
-    """What clients call the model."""
+    """The name by which clients call the model."""
     host: str = "127.0.0.1"
-    """Other than this machine needs --keys."""
+    """The address to listen on; one that other machines can reach needs --keys."""
     port: int = 8000
     """The port to listen on; 0 takes a free one."""
     keys: Annotated[Path | None, otherwise("everybody on this machine may do everything", "PATH")] = None
-    """Who may do what: a file that `attractor keys` writes."""
+    """The file that says who may do what; `attractor keys` writes it."""
     chat: Annotated[ChatName | None, otherwise("the model's own, else transcript", "NAME")] = None
     """How the messages of a chat become a prompt."""
     sync: SyncName = "always"

@@ -40,9 +40,9 @@ class StoreCommand:
     """
 
     action: tyro.conf.Positional[Literal["verify", "show", "backup"]]
-    """What to do."""
+    """What to do with the store."""
     data_dir: tyro.conf.Positional[Path]
-    """The --store of a server."""
+    """The --store of a server: the folder with lessons.db."""
     to: Annotated[Path | None, otherwise("none, which a backup needs", "PATH")] = None
     """The new folder of a backup; it can be a --store itself."""
 
