@@ -57,13 +57,15 @@ def learner(dim: int = 32, patches: int = 16, rank: int = 8, most: int | None = 
 def serve(folder: Path, model: GuardedLearner | None = None, **options: Any) -> Service:
     settings: dict[str, Any] = {
         "rules": Rules(canary_tokens=64, canary_rise=0.1, drift=None),
-        "limits": Limits(drain=1.0, snapshot_every=7, keep_snapshots=10_000),
+        "limits": Limits(drain=1.0, snapshot_every=SNAPSHOT_EVERY, keep_snapshots=10_000),
     }
     return Service.open(model or learner(), folder, **(settings | options))
 
 
 LONGEST_S = 60.0
 """A server that has not acknowledged anything by then is killed."""
+SNAPSHOT_EVERY, LATER = 7, 5
+"""Changes from a snapshot to the next, and how many more are made while one is written."""
 LIVES = 20
 """Of one folder: every life is checked from its first record on."""
 STATEMENTS = (
@@ -311,7 +313,8 @@ def one_life(
     """Start a victim, kill it after a while unless it kills itself, and see what it left.
 
     The while of every second one begins when it has acknowledged something, up to five times: a busy machine
-    would kill all of them before that.
+    would kill all of them before that. For one that kills itself it begins when it is open, and ends when
+    enough was acknowledged to have come to any point so often.
     """
     fork = multiprocessing.get_context("fork")  # nothing here has threads, and importing torch takes seconds
     ours, theirs = fork.Pipe(duplex=False)
@@ -319,8 +322,8 @@ def one_life(
     process = fork.Process(target=victim, args=(kind_of, folder, theirs, mortal, seed, retry))
     process.start()
     theirs.close()
-    wanted = seed % 10 // 2 + 1 if seed % 2 and not mortal else 0
-    deadline = time.monotonic() + (LONGEST_S if wanted else patience)
+    wanted, done = seed % 10 // 2 + 1 if seed % 2 and not mortal else 0, 0
+    deadline = time.monotonic() + (LONGEST_S if wanted or mortal else patience)
     while True:
         if not ours.poll(max(0.0, deadline - time.monotonic())):
             process.kill()
@@ -331,6 +334,7 @@ def one_life(
             break
         if what == "open":
             known["opened"] += 1
+            deadline = time.monotonic() + patience if mortal else deadline
             began = known["last"] == 0 and about[1] == {}  # a store of lessons starts with a calibration
             known["differs"] += about != [known["last"], known["state"]] and not began
         elif what == "asked":
@@ -339,9 +343,11 @@ def one_life(
             del known["asked"][about[0]]
             if what == "done":
                 known["done"][about[0]] = about[1]
-                wanted -= 1
+                wanted, done = wanted - 1, done + 1
                 if wanted == 0:
                     deadline = time.monotonic() + patience / 5
+                if mortal and done == LATER + mortal["count"] * SNAPSHOT_EVERY:  # it will not come there
+                    process.kill()
     process.join()
     state, keys, last = oracle(folder, kind_of)
     known["lost"] |= {key for key, at in known["done"].items() if keys.get(key) != [at]}
