@@ -1,12 +1,12 @@
-"""How much shared memory the kernels need: compiled for a GPU that need not be there, and not run.
+"""How much shared memory the kernels need, and tiles that are read in two ways: compiled for a GPU that need
+not be there, and not run.
 
     python tests/shared_memory.py 86 256 bfloat16 64           compute capability 8.6, rank 256, 64 patches
     python tests/shared_memory.py 86 256 bfloat16 64 whole     all the way to machine code
     python tests/shared_memory.py 86 256 bfloat16 64 90 128 float32 64         one after the other
     python tests/shared_memory.py 86 8 bfloat16 65536 product                  product prototypes
-    python tests/shared_memory.py 90 8 bfloat16 65536 product tiles            tiles that are read in two ways
 
-prints JSON, kernel -> bytes (or tiles), a line for each. TRITON_INTERPRET must not be set: the interpreter
+prints JSON, kernel -> bytes and tiles, a line for each. TRITON_INTERPRET must not be set: the interpreter
 has no compiler.
 """
 
@@ -107,9 +107,13 @@ def source_of(kernel: Any, arguments: dict[str, Any]) -> ASTSource:
     return ASTSource(kernel, signature, constants, attributes)
 
 
-def shared_memory(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> int:
-    """What `triton.compile` does until it knows the size; LLVM and the assembler take longer."""
+def shared_memory(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> tuple[int, list[str]]:
+    """The bytes, and tiles that are read twice: what `triton.compile` does until it knows the size.
+
+    LLVM and the assembler take longer.
+    """
     context, module, chosen = lowered(source, target, options)
+    tiles = tiles_read_twice(str(module))
     manager = ir.pass_manager(context)  # from here on, the first steps of the stage "llir"
     passes.ttgpuir.add_combine_tensor_select_and_if(manager)
     passes.ttgpuir.add_allocate_warp_groups(manager, False)
@@ -118,7 +122,7 @@ def shared_memory(source: ASTSource, target: GPUTarget, options: dict[str, Any])
     version = get_ptx_version_from_options(chosen, target.arch)
     nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, target.arch, version)
     manager.run(module, "shared_memory")
-    return int(module.get_int_attr("ttg.shared"))
+    return int(module.get_int_attr("ttg.shared")), tiles
 
 
 def tiles_read_twice(text: str) -> list[str]:
@@ -157,31 +161,28 @@ def lowered(source: ASTSource, target: GPUTarget, options: dict[str, Any]) -> tu
 
 
 def needs_of(
-    step: Callable[..., None], capability: int, rank: int, dtype: str, patches: int, how: str
-) -> dict[str, Any]:
-    """Of each kernel that a step launches: the most bytes, or the tiles that are read twice."""
+    step: Callable[..., None], capability: int, rank: int, dtype: str, patches: int, whole: bool
+) -> dict[str, tuple[int, list[str]]]:
+    """Of each kernel that a step launches: the most bytes, and the tiles that are read twice."""
     launch.little_shared_memory = lambda: MOST[capability] < launch.LITTLE
     target = GPUTarget("cuda", capability, 32)
-    needs: dict[str, Any] = {}
+    needs: dict[str, tuple[int, list[str]]] = {}
     for kernel, arguments, options in launches_of(step, rank, getattr(torch, dtype), patches):
         source, name = source_of(kernel, arguments), kernel.__name__
-        if how == "tiles":
-            needs[name] = needs.get(name, []) + tiles_read_twice(str(lowered(source, target, options)[1]))
-            continue
-        if how == "whole":
+        size, tiles = shared_memory(source, target, options)
+        if whole:
             size = int(triton.compile(source, target=target, options=options).metadata.shared)
-        else:
-            size = shared_memory(source, target, options)
-        needs[name] = max(size, needs.get(name, 0))
+        most, others = needs.get(name, (0, []))
+        needs[name] = max(size, most), others + tiles
     return needs
 
 
 if __name__ == "__main__":
     torch.set_float32_matmul_precision("high")  # what needs the most
-    hows = ("whole", "tiles", "product")
-    words = [word for word in sys.argv[1:] if word not in hows]
+    words = [word for word in sys.argv[1:] if word not in ("whole", "product")]
     step = product_step if "product" in sys.argv else flat_step
-    how = next((word for word in ("whole", "tiles") if word in sys.argv), "")
     for start in range(0, len(words), 4):
         capability, rank, dtype, patches = words[start : start + 4]
-        print(json.dumps(needs_of(step, int(capability), int(rank), dtype, int(patches), how)))
+        print(
+            json.dumps(needs_of(step, int(capability), int(rank), dtype, int(patches), "whole" in sys.argv))
+        )

@@ -218,7 +218,7 @@ ROWS = st.lists(
 
 
 @given(ROWS)
-@settings(max_examples=15)
+@settings(max_examples=10)
 def test_rows_are_what_they_would_be_alone(plans):
     """The same seed gives what `generate` writes, in whatever company, with contexts that overflow."""
     batch, rows = Batch(CPU), {}

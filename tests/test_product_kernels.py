@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_fused import DEVICE, FEW_TOKENS, LIMITS, ON_GPU, every_dtype, few_are_fewer, relative_rms  # noqa: F401
 from test_layer import needs_triton
 from test_product import build
-from test_shared_memory import needs_of
+from test_shared_memory import assert_kernels_fit, needs_of
 from torch._dynamo.testing import CompileCounter
 
 from attractor import APN
@@ -252,25 +252,14 @@ def test_few_graphs_for_many_sizes():
 @pytest.mark.parametrize(
     "cases",
     [
-        [(86, 64, "float32", 4096)],  # the most of the least
+        [(86, 64, "float32", 4096), (90, 8, "bfloat16", 65536), (90, 8, "float32", 65536)],
         pytest.param([(80, 8, "bfloat16", 65536), (90, 8, "bfloat16", 2**20)], marks=pytest.mark.slow),
     ],
     ids=str,
 )
 def test_every_kernel_fits(cases):
-    from shared_memory import MOST
-
-    for case, needs in zip(cases, needs_of(*cases, how=("product",)), strict=True):
-        assert needs.keys() >= KERNELS, case
-        assert {name: size for name, size in needs.items() if size > MOST[case[0]]} == {}, case
-
-
-def test_no_tile_is_copied_over_while_it_is_multiplied():
     """With 256 rows an earlier `route_pairs` chose other patches in each run (see kernels.lengths)."""
-    cases = [(90, 8, "bfloat16", 65536), (90, 8, "float32", 65536)]
-    for case, tiles in zip(cases, needs_of(*cases, how=("product", "tiles")), strict=True):
-        assert tiles.keys() >= KERNELS, case
-        assert {name: found for name, found in tiles.items() if found} == {}, case
+    assert_kernels_fit(cases, KERNELS, how=("product",))
 
 
 def test_tiles_that_are_read_twice_are_found():
