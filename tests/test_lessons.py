@@ -725,6 +725,12 @@ class TestStrangers:
         spellings = {encode(form)[0] for form in ("Zob", "zob", " ")}
         assert all(end[0] not in spellings for end in ends)
 
+    def test_small_words_before_a_name_are_no_part_of_it(self):
+        texts = self.named([("the king of Zob is", " old"), ("all of Zob is", " hot")], "of Zob")
+        said = [bytes(text.tokens) for text in texts]
+        assert said
+        assert all(b" of " in line and line.endswith(b"ob") for line in said)
+
     def test_a_sentence_without_a_prompt_has_strangers_too(self):
         texts = self.named([("", "The tall Ann Lee is here")], "Ann Lee")
         said = [bytes(text.tokens).decode() for text in texts]

@@ -305,6 +305,9 @@ class Reading:
     def _other(self, before: str, name: str, number: int) -> list[int]:
         """Tokens up to another name: with another first word, or if it has but one, another first token."""
         first, *rest = name.split(" ")
+        while rest and first.islower() and not " ".join(rest).islower():  # as in "of Peru"
+            before, first, *rest = f"{before}{first} ", *rest
+        name = " ".join([first, *rest])
         if rest:
             others = [word for word in STRANGERS if word != first]
             return self._tokens(" ".join([before + others[number % len(others)], *rest]))
