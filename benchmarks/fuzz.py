@@ -10,6 +10,7 @@ is what a person can do who writes hashes that fit: then any content may be read
 """
 
 import argparse
+import atexit
 import contextlib
 import hashlib
 import json
@@ -487,6 +488,7 @@ class Outcome:
 def saved(name: str) -> tuple[Path, str]:
     """A folder of this kind, and what it says."""
     folder = Path(tempfile.mkdtemp(prefix=f"fuzz-{name.replace(' ', '-')}-", dir=memory()))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     torch.manual_seed(0)
     KINDS[name].save(folder)
     copy = Path(shutil.copytree(folder, f"{folder}-read"))
