@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types pytest soak package docs clean
+.PHONY: help demo test lint types pytest soak package docs sbom clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,6 +32,7 @@ pytest: $(READY_TO_TEST)  ## the tests alone, on two cores
 	@$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 soak: $(READY_TO_TEST)  ## the slow tests, and what a server promises: kill -9, pauses, 64 clients (twenty minutes)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[notebooks]"
 	@$(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
 	@$(BIN)/python benchmarks/soak.py --result results/soak.json
 
@@ -43,6 +44,13 @@ package: $(READY_TO_TEST)  ## build wheel and sdist into dist/, and try them in 
 docs: $(READY_TO_TEST)  ## build the documentation into site/, and check its links
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+sbom: $(READY_TO_TEST)  ## what .venv is made of, as CycloneDX JSON in dist/sbom.json; it has the licences, too
+	@$(PYTHON) -m venv .venv/sbom
+	@.venv/sbom/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt cyclonedx-bom
+	@mkdir -p dist
+	@.venv/sbom/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --of JSON \
+	  -o dist/sbom.json $(BIN)/python
 
 clean:  ## remove .venv and every cache
 	rm -rf .venv build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

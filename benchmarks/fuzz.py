@@ -2,7 +2,6 @@
 
     python benchmarks/fuzz.py --minutes 30 --result results/fuzz.json
     python benchmarks/fuzz.py --only lessons --seed 81 --cases 1      # one case again, as the result names it
-    python benchmarks/fuzz.py --coverage tokenizer --minutes 5        # guided by coverage; needs atheris
 
 A reader may give back what was saved, or raise a ValueError or what it documents. Any other exception is a
 crash, and so are ten seconds of work for one folder and a gigabyte of memory. Half of the damage is an
@@ -11,6 +10,7 @@ is what a person can do who writes hashes that fit: then any content may be read
 """
 
 import argparse
+import atexit
 import contextlib
 import hashlib
 import json
@@ -488,6 +488,7 @@ class Outcome:
 def saved(name: str) -> tuple[Path, str]:
     """A folder of this kind, and what it says."""
     folder = Path(tempfile.mkdtemp(prefix=f"fuzz-{name.replace(' ', '-')}-", dir=memory()))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     torch.manual_seed(0)
     KINDS[name].save(folder)
     copy = Path(shutil.copytree(folder, f"{folder}-read"))
@@ -610,28 +611,6 @@ def fuzz(minutes: float, names: list[str], seed: int, cases: int | None) -> dict
     }  # fmt: skip
 
 
-def by_coverage(name: str, minutes: float) -> None:
-    """The bytes of the largest file of a kind, as libFuzzer makes them up; ends at the first crash."""
-    import atheris
-
-    quiet()
-    folder, _ = saved(name)
-    target = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
-    whole = target.read_bytes()
-
-    def one(data: bytes) -> None:
-        target.write_bytes(data)
-        with contextlib.suppress(*KINDS[name].known):
-            KINDS[name].read(folder)
-
-    corpus = Path(tempfile.mkdtemp())
-    (corpus / "whole").write_bytes(whole)
-    atheris.instrument_all()
-    limits = [f"-max_total_time={round(60 * minutes)}", f"-max_len={4 * len(whole)}", "-rss_limit_mb=3000"]
-    atheris.Setup([sys.argv[0], str(corpus), *limits, "-timeout=30"], one)
-    atheris.Fuzz()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30, help="of CPU time")
@@ -639,11 +618,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first case; even ones are accidents")
     parser.add_argument("--cases", type=int, help="so many of each kind at most")
     parser.add_argument("--result", type=Path)
-    parser.add_argument("--coverage", choices=KINDS, metavar="KIND")
     options = parser.parse_args()
-    if options.coverage:
-        by_coverage(options.coverage, options.minutes)
-        return
     names = [options.only] if options.only else list(KINDS)
     found = fuzz(options.minutes, names, options.seed, options.cases)
     print(json.dumps({name: value for name, value in found.items() if name != "bad"}, indent=1))

@@ -234,6 +234,7 @@ def test_a_folder_that_does_not_name_its_base_is_refused(door, base, tmp_path):
     door.save(tmp_path / "school")
     assert json.loads((tmp_path / "school" / "base.json").read_text()) == {"source": "tiny"}
     (tmp_path / "school" / "base.json").write_text(base)
+    (tmp_path / "school" / "hashes.json").unlink()
     with pytest.raises(ValueError, match="does not say where the base is"):
         attractor.load(tmp_path / "school")
 

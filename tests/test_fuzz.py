@@ -59,7 +59,7 @@ def templates():
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", fuzz.KINDS)
 def test_any_damage(name):
-    @settings(max_examples=14)
+    @settings(max_examples=10)
     @given(st.randoms(use_true_random=False), st.booleans())
     def damaged(chance, fits):
         outcome = fuzz.run(name, chance, 0, fits=fits)

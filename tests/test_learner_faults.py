@@ -175,6 +175,9 @@ def test_damaged_learners_are_refused(damage, tmp_path):
     state = json.loads(path.read_text())
     damage(state)
     path.write_text(json.dumps(state))
+    with pytest.raises(ValueError, match=r"damaged learner.*learner\.json is not what was saved"):
+        OnlineLearner.load(tmp_path / "saved")
+    path.with_name("hashes.json").unlink()
     with pytest.raises(ValueError, match="damaged learner"):
         OnlineLearner.load(tmp_path / "saved")
 

@@ -546,6 +546,7 @@ def halve(path):
 
 def test_lessons_load_that_were_saved_with_settings_which_are_gone(saved, tmp_path):
     shutil.copytree(saved[2], tmp_path / "school")
+    (tmp_path / "school" / "hashes.json").unlink()  # earlier releases did not write it
     damaged(lambda d: d["config"].update(contrast=0.85, edge=0.45))(tmp_path / "school")
     _, restored = load_lessons(llama(), encode, tmp_path / "school")
     assert restored.describe() == saved[1].describe()
@@ -556,6 +557,9 @@ def test_a_damaged_folder_is_refused_and_the_model_is_as_it_was(saved, damage, t
     shutil.copytree(saved[2], tmp_path / "school")
     damage(tmp_path / "school")
     base = llama()
+    with pytest.raises(ValueError, match="is not what was saved"):
+        load_lessons(base, encode, tmp_path / "school")
+    (tmp_path / "school" / "hashes.json").unlink()
     with pytest.raises(ValueError, match="can be read"):
         load_lessons(base, encode, tmp_path / "school")
     tokens = torch.tensor([encode("we say WJK is ")])
