@@ -2,10 +2,10 @@
 
     python benchmarks/namesakes.py --result results/namesakes.json
 
-SmolLM2-135M is taught invented people and companies of a grammar of the study of facts, and wrong capitals of 15
-countries. Then forms that were never taught name them, others of the same last name, and 15 other countries: on
-which of these texts does a lesson act? All others are the base's, to the bit. Where basins lie does not depend on
-what is learned in them, so that one pass is enough. Four minutes on two cores.
+SmolLM2-135M is taught invented people and companies of a grammar of the study of facts, and wrong capitals of
+15 countries. Then forms that were never taught name them, others of the same last name, and 15 other
+countries: on which of these texts does a lesson act? All others are the base's, to the bit. Where basins lie
+does not depend on what is learned in them, so that one pass is enough. Four minutes on two cores.
 """
 
 import argparse
