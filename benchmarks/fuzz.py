@@ -52,7 +52,7 @@ from attractor.hf.gpt import GPTForCausalLM
 from attractor.hf.net import load_retrofit, retrofit
 from attractor.results import write_result
 from attractor.serve.http.auth import KeyRing, add_key
-from attractor.serve.learning import exchange
+from attractor.serve.learning.catalogue import pack, unpack
 from attractor.serve.store import Change, Store
 
 SECONDS = 10
@@ -252,13 +252,13 @@ def save_exchange(folder: Path) -> None:
 
     net, lessons = school()
     deltas = deltas_of(lessons, sorted(lessons.lessons))
-    (folder / "lessons.safetensors").write_bytes(exchange.pack(deltas.values(), "base", "calibration"))
+    (folder / "lessons.safetensors").write_bytes(pack(deltas.values(), "base", "calibration"))
     net.unload()
     school.cache_clear()
 
 
 def read_exchange(folder: Path) -> str:
-    calibration, deltas = exchange.unpack((folder / "lessons.safetensors").read_bytes(), "base")
+    calibration, deltas = unpack((folder / "lessons.safetensors").read_bytes(), "base")
     return said(calibration, [hashlib.sha256(delta.to_bytes()).hexdigest() for delta in deltas])
 
 

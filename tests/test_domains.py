@@ -398,6 +398,7 @@ def test_what_an_overlay_is_used_to_comes_from_a_file(home, tmp_path, wrong):
     assert usual_in(told["notes"]["usual"]) == learner.sources["d1"].usual
     told["notes"]["usual"] = wrong
     (tmp_path / "d1" / "overlay.json").write_text(json.dumps(told))
+    (tmp_path / "d1" / "hashes.json").unlink()
     with pytest.raises(ValueError, match=r"used to|convert"):
         learner.import_overlay(tmp_path / "d1", "again")
     assert learner.sources.keys() == {"d1"}

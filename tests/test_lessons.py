@@ -517,7 +517,6 @@ def damaged(change):
         described = json.loads((folder / "lessons.json").read_text())
         change(described)
         (folder / "lessons.json").write_text(json.dumps(described))
-        (folder / "hashes.json").unlink()  # of an earlier release, or changed by somebody who knows
 
     return damage
 
