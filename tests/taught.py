@@ -45,7 +45,7 @@ def _school(blocks: int, device: str) -> tuple[Retrofit, Lessons]:
     )
     model = transformers.LlamaForCausalLM(shape).eval().to(device)
     tokenizer = ByteTokenizer()
-    options: dict[str, Any] = {"config": QUICK, "patches": 16, "read_from": 2, "act_at": 2}
+    options: dict[str, Any] = {"config": QUICK, "patches": 32, "read_from": 2, "act_at": 2}
     return teachable(model, tokenizer.encode, BACKGROUND, window=32, **options)
 
 
