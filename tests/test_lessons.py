@@ -697,6 +697,25 @@ def test_patches_that_no_text_enters_take_no_part_in_learning(taught, monkeypatc
     assert torch.allclose(decoder, same_decoder, atol=1e-4)
 
 
+def test_a_vector_stays_as_it_was_when_it_was_found_good_enough(monkeypatch):
+    net, lessons = school()
+    seen = []
+    gradient = lessons._gradient
+
+    def watched(turn, count):
+        seen.append(net.layer.decoder.detach().clone())
+        return gradient(turn, count)
+
+    monkeypatch.setattr(lessons, "_gradient", watched)
+    lesson = lessons.learn(forms("TQ Z", "5"))
+    assert lesson.passes == len(seen) < CONFIG.passes
+    owned = [patch for patch, owner in enumerate(lessons.owners) if owner == lesson.number]
+    acting = net.layer.decoder.detach()[owned]
+    wanted = seen[-1][: len(owned)]
+    assert torch.equal(acting[acting.flatten(1).any(1)], wanted[wanted.flatten(1).any(1)])
+    assert lesson.known == 1
+
+
 class Alike:
     """The lower and upper half of no model: all that is asked is which tokens are alike."""
 

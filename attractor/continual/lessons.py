@@ -485,12 +485,12 @@ class Lessons:
         decoder.requires_grad_(True)
         try:
             for done in range(config.passes):
-                goes_on = losses.amax(0) >= config.enough
-                if not goes_on.any():
-                    return done
                 turn = done % len(turns)
                 losses[turn], right, gradient = self._gradient(turns[turn], len(vector))
                 report(done, right)
+                goes_on = losses.amax(0) >= config.enough
+                if not goes_on.any():  # a vector stays as it was when it was found to be good enough
+                    return done + 1
                 gradient = torch.zeros_like(vector).index_add_(0, owner, gradient[patches, 0].float())
                 velocity = config.momentum * velocity + ops.unit(gradient)
                 pace = 0.1 + 0.45 * (1 + math.cos(math.pi * done / config.passes))
