@@ -194,17 +194,22 @@ def test_operators_are_well_behaved():
         torch.randn(s, device=DEVICE) for s in ((9, 8), (5, 8), (8, 3), (5, 3), (5, 3), (5, 3, 8))
     )
     options = (2, 0.5, 1.0, True, torch.float32)
+    operators = torch.ops.attractor
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(fused._fused, (z, P, V, a, b, U, None, None, *options, True), test_utils=checks)
+    torch.library.opcheck(
+        operators.fused.default, (z, P, V, a, b, U, None, None, *options, True), test_utils=checks
+    )
     scalar = (z, P, V, None, b[:, :1].contiguous(), U, None, torch.zeros(5, device=DEVICE))  # and basins
-    torch.library.opcheck(fused._fused, (*scalar, *options, False), test_utils=checks)
+    torch.library.opcheck(operators.fused.default, (*scalar, *options, False), test_utils=checks)
     _, idx, w, _, *saved = fused._fused(z, P, V, a, b, U, None, None, *options, True)
     arguments = (torch.randn_like(z), None, None, z, P, V, a, b, U, idx, w, *saved, *options[1:4], False)
-    torch.library.opcheck(fused._fused_backward, arguments, test_utils=checks)
+    torch.library.opcheck(operators.fused_backward.default, arguments, test_utils=checks)
     code = torch.randn(9, 2, 3, device=DEVICE)
-    torch.library.opcheck(fused._fused_decode, (code, U, idx, True), test_utils=checks)
+    torch.library.opcheck(operators.fused_decode.default, (code, U, idx, True), test_utils=checks)
     _, order, numbers = fused._fused_decode(code, U, idx, True)
-    torch.library.opcheck(fused._fused_decode_backward, (z, code, U, order, numbers), test_utils=checks)
+    torch.library.opcheck(
+        operators.fused_decode_backward.default, (z, code, U, order, numbers), test_utils=checks
+    )
 
 
 @pytest.mark.parametrize("options", [{}, {"gate": "scalar"}, {"decoder": "shared"}], ids=str)

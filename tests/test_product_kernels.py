@@ -223,7 +223,9 @@ def test_operators_are_well_behaved():
     z, C, V, a, b, U = (torch.randn(shape, device=DEVICE) for shape in shapes)
     checks = ("test_schema", "test_faketensor")
     options = (2, 0.5, 1.0, True, torch.float32, True)
-    forward, backward = product._product_forward, product._product_backward
+    operators = torch.ops.attractor
+    forward, backward = operators.product_forward.default, operators.product_backward.default
+    bank = operators.product_bank_gradient.default
     torch.library.opcheck(forward, (z, C, V, a, b, U, None, *options), test_utils=checks)
     scalar = (z, C, V, None, b[:, :1].contiguous(), U, torch.ones(9, 2, dtype=torch.bool, device=DEVICE))
     torch.library.opcheck(forward, (*scalar, *options), test_utils=checks)
@@ -233,9 +235,7 @@ def test_operators_are_well_behaved():
         torch.library.opcheck(backward, (*arguments, wants_codebooks), test_utils=checks)
     *_, codes, gates = backward(*arguments, True)
     for compact in (True, False):
-        torch.library.opcheck(
-            product._product_bank_gradient, (z, idx, codes, gates, b, U, 1.0, compact), test_utils=checks
-        )
+        torch.library.opcheck(bank, (z, idx, codes, gates, b, U, 1.0, compact), test_utils=checks)
 
 
 def test_few_graphs_for_many_sizes():

@@ -1,6 +1,7 @@
 """Sizes, plans and launches of the fused backend's kernels. Shape suffixes as in reference.py."""
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ LITTLE = 160_000
 """Bytes of shared memory that a block has on A100, H100 and later, and on smaller GPUs not."""
 
 
+@lru_cache
 def triton_type(dtype: torch.dtype) -> Any:
     import triton.language as tl
 
@@ -24,9 +26,12 @@ def triton_type(dtype: torch.dtype) -> Any:
 
 def little_shared_memory() -> bool:
     """Then tiles are smaller, and wait in shorter queues."""
-    if not torch.cuda.is_available():
-        return False
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return torch.cuda.is_initialized() and _has_little(torch.cuda.current_device())
+
+
+@lru_cache
+def _has_little(device: int) -> bool:
+    properties = torch.cuda.get_device_properties(device)
     # not every build of torch tells the larger figure
     most = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
     return most < LITTLE
@@ -40,6 +45,8 @@ def _on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:
     """Triton launches on the current device, whatever device its tensors are on."""
 
     def guarded(first: Tensor, *rest: Any) -> Any:
+        if first.device.index == torch.cuda.current_device():
+            return run(first, *rest)
         with torch.cuda.device(first.device):
             return run(first, *rest)
 
@@ -47,17 +54,26 @@ def _on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def operator(run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` as an operator that torch.compile calls and does not look into.
+    """`run`, and an operator of it that torch.compile calls and does not look into.
 
     What torch.library.custom_op does, without its check of every call for aliasing: that took longer than
-    the launches.
+    the launches. Where nobody watches operators, `run` is called as it is.
     """
     name = f"attractor::{run.__name__}"
+    on_gpu = _on_its_device(run)
     torch.library.define(name, torch.library.infer_schema(run, mutates_args=()))
     torch.library.impl(name, "cpu", run)
-    torch.library.impl(name, "cuda", _on_its_device(run))
+    torch.library.impl(name, "cuda", on_gpu)
     torch.library.register_fake(name, fake)
-    return getattr(torch.ops.attractor, run.__name__).default
+    registered = getattr(torch.ops.attractor, run.__name__).default
+
+    def call(first: Tensor, *rest: Any) -> Any:
+        watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+        if watched or type(first) not in (Tensor, torch.nn.Parameter) or not first.is_cuda:
+            return registered(first, *rest)
+        return on_gpu(first, *rest)
+
+    return call
 
 
 def wants_graph() -> bool:
@@ -125,6 +141,10 @@ class Shape(NamedTuple):
 
     def blocks(self, kernel: str) -> dict[str, int]:
         """Block sizes, warps and pipeline stages of a kernel, tuned on an H200 (docs/performance.md)."""
+        return self._blocks(kernel, little_shared_memory())
+
+    @lru_cache(4096)  # noqa: B019  a shape is a few numbers
+    def _blocks(self, kernel: str, little: bool) -> dict[str, int]:
         small = self.r <= 64
         programs = 132  # about one wave of a large GPU
         chosen = {
@@ -146,7 +166,7 @@ class Shape(NamedTuple):
             "sum_parts": {"BD": 128, "BT": 16, "num_warps": 4},
         }[kernel]
         # tiles are as wide as the code: of a wide one, smaller and fewer fit into shared memory
-        little, code_bytes = little_shared_memory(), power(self.r, 16) * self.dtype.itemsize
+        code_bytes = power(self.r, 16) * self.dtype.itemsize
         crowded = max(1, code_bytes // (256 if little else 512))
         if "num_stages" in chosen and (little or crowded > 1):
             smaller = {name: max(16, chosen[name] // crowded) for name in ("BD", "BN") if name in chosen}

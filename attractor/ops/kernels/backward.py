@@ -15,8 +15,10 @@ from attractor.ops.kernels.forward import (
     gate,
     tile_of,
 )
+from attractor.ops.kernels.quick import quick
 
 
+@quick
 @triton.jit
 def decode_backward(
     grad,
@@ -84,6 +86,7 @@ def decode_backward(
         tl.store(grad_u + pair[:, None] * R + code, acc.to(grad_u.dtype.element_ty), mask=here)
 
 
+@quick
 @triton.jit
 def token_backward(
     z,
@@ -175,6 +178,7 @@ def token_backward(
         tl.store(grad_z + rows[:, None] * D + cols, dz.to(grad_z.dtype.element_ty), mask=in_row)
 
 
+@quick
 @triton.jit
 def bank_backward(
     grad,
@@ -254,6 +258,7 @@ def bank_backward(
                 tl.store(part_radial + part, tl.sum(radial, 0), mask=tl.program_id(1) == 0)
 
 
+@quick
 @triton.jit
 def sum_parts(
     P,
@@ -321,6 +326,7 @@ def sum_parts(
             tl.store(grad_P + patch * D + cols, dp.to(grad_P.dtype.element_ty), mask=cols < D)
 
 
+@quick
 @triton.jit
 def encoder_backward(
     z,
@@ -358,6 +364,7 @@ def encoder_backward(
     )
 
 
+@quick
 @triton.jit
 def add_up(parts, out, num_parts, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """The sum of the parts, always in the same order."""

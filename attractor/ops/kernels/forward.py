@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from attractor.ops import launch
+from attractor.ops.kernels.quick import quick
 
 CHUNK = tl.constexpr(launch.CHUNK)
 """Pairs that one program of the counting sort places."""
@@ -58,6 +59,7 @@ def row_lengths(
     tl.store(inverse + rows, length, mask=rows < count)
 
 
+@quick
 @triton.jit
 def lengths(
     z,
@@ -166,6 +168,7 @@ def basin_weights(m):
     return e / (tl.sum(e, 1)[:, None] + tl.exp(-top))
 
 
+@quick
 @triton.jit
 def route(
     z,
@@ -276,6 +279,7 @@ def route(
         tl.atomic_add(histogram + chunk * K + ordered_patch, 1, mask=chosen, sem="relaxed")
 
 
+@quick
 @triton.jit
 def count(idx, histogram, num_pairs, K: tl.constexpr):
     """The histogram of each chunk, for indices that did not come from `route`."""
@@ -284,6 +288,7 @@ def count(idx, histogram, num_pairs, K: tl.constexpr):
     tl.atomic_add(histogram + tl.program_id(0).to(tl.int64) * K + patch, 1, mask=patch >= 0, sem="relaxed")
 
 
+@quick
 @triton.jit
 def scan_chunks(histogram, plan, num_chunks, K: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr):
     """Per patch: how many pairs the chunks before have (in place), and how many there are in all."""
@@ -299,6 +304,7 @@ def scan_chunks(histogram, plan, num_chunks, K: tl.constexpr, BC: tl.constexpr, 
     tl.store(plan + TOTALS * K + patches, carry, mask=patches < K)
 
 
+@quick
 @triton.jit
 def make_plan(plan, most_segments, K: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr):
     """Where each patch's pairs, tiles (BM pairs), segments and parts start, and whose they are."""
@@ -332,6 +338,7 @@ def make_plan(plan, most_segments, K: tl.constexpr, BK: tl.constexpr, BM: tl.con
     tl.store(plan + COUNTS * K + 1, segments)
 
 
+@quick
 @triton.jit
 def place(idx, histogram, plan, order, num_pairs, K: tl.constexpr):
     """order[rank] = pair: the last step of the counting sort, stable."""
@@ -367,6 +374,7 @@ def gate(u_tile, a, b, patch, code, R: tl.constexpr, GATE: tl.constexpr):
     return tl.sigmoid(tl.load(b + patch).to(tl.float32) + u_tile * 0.0)
 
 
+@quick
 @triton.jit
 def decode(
     u,
@@ -416,6 +424,7 @@ def decode(
             )
 
 
+@quick
 @triton.jit
 def combine(
     y,
@@ -454,6 +463,7 @@ def combine(
     tl.store(update + rows[:, None] * D + cols, acc.to(update.dtype.element_ty), mask=here)
 
 
+@quick
 @triton.jit
 def few_scores(
     z,
@@ -495,6 +505,7 @@ def few_scores(
         tl.store(u + row * R + code, tl.sum(z_row[:, None] * V_cols, 0), mask=code < R)
 
 
+@quick
 @triton.jit
 def few_tokens(
     scores,

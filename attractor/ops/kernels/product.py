@@ -20,6 +20,7 @@ from attractor.ops.kernels.forward import (
     scores,
     softmax,
 )
+from attractor.ops.kernels.quick import quick
 
 SPAN = tl.constexpr(launch.SPAN)
 """Pairs of one run that one program adds up."""
@@ -104,6 +105,7 @@ def best_pairs(
     return ordered, ordered_patch
 
 
+@quick
 @triton.jit
 def route_pairs(
     z,
@@ -174,6 +176,7 @@ def route_pairs(
     tl.store(idx + pairs, tl.where(finite[:, None], patch, -1), mask=is_pair)
 
 
+@quick
 @triton.jit
 def few_halves(
     z,
@@ -230,6 +233,7 @@ def best_of_row(half_scores, N: tl.constexpr, N_P: tl.constexpr, k: tl.constexpr
     return ordered, ordered_row, finite
 
 
+@quick
 @triton.jit
 def few_pairs(
     half_scores,
@@ -286,6 +290,7 @@ def few_pairs(
     tl.store(update + row * D + cols, out.to(update.dtype.element_ty), mask=cols < D)
 
 
+@quick
 @triton.jit
 def gather_decode(
     u,
@@ -325,6 +330,7 @@ def gather_decode(
     tl.store(update + row * D + cols, out.to(update.dtype.element_ty), mask=cols < D)
 
 
+@quick
 @triton.jit
 def gather_backward(
     grad,
@@ -419,6 +425,7 @@ def gather_backward(
         tl.store(radial + row, tl.where(routed, along, 0.0))
 
 
+@quick
 @triton.jit
 def token_gradient(
     z,
@@ -477,6 +484,7 @@ def token_gradient(
     )
 
 
+@quick
 @triton.jit
 def codebook_parts(
     z,
@@ -522,6 +530,7 @@ def codebook_parts(
     tl.store(parts + place, acc, mask=(codes < N)[:, None] & (cols < M)[None, :])
 
 
+@quick
 @triton.jit
 def codebook_gradient(
     C, inverse_c, parts, grad_C, num_parts, N: tl.constexpr, M: tl.constexpr, M_P: tl.constexpr
@@ -549,6 +558,7 @@ def outer(grad, codes, pair, code, cols, D: tl.constexpr, R: tl.constexpr, k: tl
     return tl.where(amount == 0, 0.0, amount * g)
 
 
+@quick
 @triton.jit
 def sum_runs(
     grad,
@@ -621,6 +631,7 @@ def sum_runs(
         tl.store(grad_gates + place * W + numbers, nothing, mask=in_gates & too_many)
 
 
+@quick
 @triton.jit
 def sum_spans(
     starts,
