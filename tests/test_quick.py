@@ -1,5 +1,10 @@
 """Quick launches of kernels, with a kernel that says what it was compiled for and launched with."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -81,3 +86,15 @@ def test_what_triton_compiles_for_is_never_mixed_up(kernel, other):
 def test_a_kernel_that_is_interpreted_stays_as_it_is():
     interpreted = object()
     assert quick.quick(interpreted) is interpreted
+
+
+def test_a_step_of_training_launches_what_triton_would():
+    """Every kernel, by Triton's own code and by ours, up to the point where the driver takes over."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    tests = Path(__file__).parent
+    environment["PYTHONPATH"] = str(tests.parent)
+    done = subprocess.run(
+        [sys.executable, "launches.py"], cwd=tests, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "are the same" in done.stdout

@@ -43,17 +43,21 @@ class Quick:
         if found is None:
             compiled = self.kernel[grid](*given, **constants)
             names = self.kernel.arg_names[len(given) :]
-            run = compiled.run  # before its other attributes: it loads them
-            self.launches[key] = (
-                run,
-                compiled.function,
-                compiled.packed_metadata,
-                [constants[name] for name in names],
-            )
+            rest = [constants[name] for name in names]
+            self.launches[key] = (compiled, rest)  # the whole of it: what nothing holds is unloaded
             return
-        run, function, metadata, rest = found
+        compiled, rest = found
         stream = triton.runtime.driver.active.get_current_stream(device)
-        run(*grid, *ONES[len(grid)], stream, function, metadata, None, None, None, *given, *rest)
+        compiled.run(
+            *grid,
+            *ONES[len(grid)],
+            stream,
+            compiled.function,
+            compiled.packed_metadata,
+            *(None, None, None),  # no metadata for hooks, and no hooks
+            *given,
+            *rest,
+        )
 
 
 def quick(kernel: Any) -> Any:
