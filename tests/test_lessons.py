@@ -695,6 +695,12 @@ def test_patches_that_no_text_enters_take_no_part_in_learning(taught, monkeypatc
     assert size == every.layer.num_patches
     assert same.known == lesson.known
     assert torch.allclose(decoder, same_decoder, atol=1e-4)
+    _, filled, _ = copied(taught)
+    monkeypatch.setattr(filled, "_room", lambda count: 2 * count)  # closed patches, as on a GPU
+    same, same_decoder, size = learned(filled)
+    assert size > 3 * lesson.patches
+    assert same.known == lesson.known
+    assert torch.allclose(decoder, same_decoder, atol=1e-4)
 
 
 def test_a_vector_stays_as_it_was_when_it_was_found_good_enough(monkeypatch):

@@ -518,21 +518,31 @@ class Lessons:
         """The patches that act on any token."""
         return set(torch.cat([patches.unique() for patches in acting]).tolist()) - {-1}
 
+    def _room(self, count: int) -> int:
+        """How many patches the layer has while so many learn; closed ones fill it up.
+
+        Kernels for a GPU are compiled for a number of patches, so there that takes few values.
+        """
+        return max(64, 1 << (count - 1).bit_length()) if self.layer.prototypes.is_cuda else count
+
     @contextmanager
     def _only(self, patches: list[int]) -> Iterator[None]:
         """For a while the layer has these patches alone, whose decoders may change; others cost nothing."""
         layer, radius = self.layer, self.layer.radius
         assert radius is not None
+        filled = self._room(len(patches)) - len(patches)
         named = dict(layer.named_parameters(recurse=False))
         whole = {name: bank for name, bank in named.items() if ROLES[name] in PATCH_ROLES}
         for name, bank in whole.items():
-            setattr(layer, name, nn.Parameter(bank.detach()[patches], requires_grad=False))
-        layer.radius = radius[patches]
+            own = bank.detach()[patches]
+            own = torch.cat([own, own.new_zeros(filled, *own.shape[1:])])
+            setattr(layer, name, nn.Parameter(own, requires_grad=False))
+        layer.radius = torch.cat([radius[patches], radius.new_full((filled,), CLOSED)])
         try:
             yield
         finally:
             assert layer.decoder is not None
-            whole["decoder"].detach()[patches] = layer.decoder.detach()
+            whole["decoder"].detach()[patches] = layer.decoder.detach()[: len(patches)]
             for name, bank in whole.items():
                 setattr(layer, name, bank)
             layer.radius = radius
