@@ -21,7 +21,7 @@ import tyro
 from attractor import distributed, presets
 from attractor.cli.common import INTERRUPTED, dataset_of, mistakes, progress_bar
 from attractor.config import check_seed
-from studies import forgetting, match, retrofit, sensitivity, shifts, table1, table2
+from studies import forgetting, knobs, match, retrofit, sensitivity, shifts, table1, table2
 from studies.cells import Benchmark
 from studies.grid import CellsFailed, GridStopped
 from studies.methods import METHODS
@@ -223,6 +223,14 @@ class Sensitivity(Repeated):
 
 
 @dataclass(kw_only=True)
+class Knobs(Repeated):
+    """What each knob of learning from a stream does to the old and the new domain, one at a time."""
+
+    def measure(self, bench: Benchmark, result: Path) -> None:
+        knobs.run(bench, result)
+
+
+@dataclass(kw_only=True)
 class Match(Repeated):
     """APN against dense, MoE and Switch at equal parameters, and at no more multiply-adds per token."""
 
@@ -301,6 +309,7 @@ STUDIES: dict[str, Any] = {
     "forgetting": Forgetting,
     "shifts": Shifts,
     "sensitivity": Sensitivity,
+    "knobs": Knobs,
     "match": Match,
     "retrofit": Retrofit,
 }

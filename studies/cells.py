@@ -15,7 +15,7 @@ from attractor.config import RunConfig, check_number, check_size
 from attractor.distributed import parse_device
 from attractor.results import write_result
 from attractor.version import __version__
-from studies import adapting, harm, streams
+from studies import adapting, harm, knobs, streams
 from studies.grid import (
     Inquiry,
     Key,
@@ -49,6 +49,7 @@ WORK: dict[str, Callable[[Settings, Path], Values]] = {
     "stream": streams.run,
     "harm": harm.harm,
     "speed": harm.speed,
+    "knob": knobs.learn,
 }
 
 Cells = dict[str, Settings]
@@ -218,6 +219,14 @@ class Benchmark:
             named += f"-{horizon}"
         cell = self._cell("stream", order, base=base, **settings)
         return {f"stream-{'-'.join(order)}-{named}-{seed}": cell}
+
+    def knob(
+        self, name: str, knob: Mapping[str, Any], source: str, shift: str, seed: int, rate: float
+    ) -> Cells:
+        base, members = self.base("apn", source, seed), self.members(source)
+        settings = {"shift": shift, "knob": dict(knob), "rate": rate, "seed": seed}
+        cell = self._cell("knob", [*members, shift], base=base, members=members, **settings)
+        return {f"knob-{base}-{shift}-{slug(name)}-{rate:g}": cell}
 
     def harm(self, seed: int) -> Cells:
         cell = self._cell("harm", [HOME], base=f"apn-{HOME}-{seed}", members=[HOME], seed=seed)

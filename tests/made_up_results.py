@@ -144,6 +144,23 @@ SENSITIVITY = {
     "rate": 0.003,
     "rows": {"as planned": OPTION, "<top_k=2>": OPTION | {"val_ppl_seeds": [4.25, 4.75], "overlap": 0.5}},
 }
+KNOB = {
+    "old": 0.25,
+    "new": -0.5,
+    "mixed": 0.0,
+    "by_seed": {"old": [0.125, 0.375], "new": [-0.5], "mixed": [0.0]},
+    "path_old": 0.75,
+    "path_new": -0.625,
+    "moved": 0.5,
+    "allocated": 2.0,
+}
+KNOBS = {
+    "experiment": "knobs",
+    "shift": ["old", "new"],
+    "rate": 0.003,
+    "tokens": 4096,
+    "rows": {"none": KNOB, "<rule>": KNOB | {"old": 0.5}, "guard": KNOB},
+}
 MATCH = {
     "experiment": "match",
     "datasets": {

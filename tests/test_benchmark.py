@@ -17,11 +17,11 @@ from attractor.config import APNConfig, RunConfig
 from attractor.continual.overlay import fingerprint
 from attractor.model import GPT
 from attractor.results import write_result
-from studies import adapting, forgetting, match, rates, sensitivity, shifts, streams
+from studies import adapting, forgetting, knobs, match, rates, sensitivity, shifts, streams
 from studies.cells import Benchmark, slug
 from studies.grid import CellsFailed, GridStopped, cell_file
 from studies.methods import METHODS, Situation
-from studies.plan import FOLIO, HOME, KINDS, PAPER, PAPER_BYTES, PLANS, domain, read_domains
+from studies.plan import FOLIO, HOME, KINDS, PAPER, PAPER_BYTES, PLANS, domain, load_base, read_domains
 from studies.report import study_tables
 from studies.report.readings import Result, read
 
@@ -523,3 +523,59 @@ def test_other_plans_are_other_cells(bench, monkeypatch):
         monkeypatch.setattr(bench, "plan", dataclasses.replace(PLANS["smoke"], **change))
         (after,) = bench.adapt("dense, full", HOME, "kjv", 0, 1e-2).values()
         assert after != before, change
+
+
+class TestKnobs:
+    """The study that turns one knob of a learner at a time."""
+
+    def learned(self, bench, names):
+        bench.run(bench.pretrain("apn", HOME, 0))
+        found = {}
+        for name in names:
+            (cell,) = bench.knob(name, dataclasses.asdict(knobs.KNOBS[name]), HOME, "kjv", 0, 1e-2).values()
+            found[name] = knobs.learn(json.loads(json.dumps(cell)), bench.folder)
+        return found
+
+    def test_what_is_learned_helps_and_moves_patches(self, bench):
+        names = ("none", "max_entropy=2", "allocation: grow", "guard", "guard, consolidated")
+        found = self.learned(bench, names)
+        for name in ("none", "allocation: grow", "guard"):
+            assert found[name]["path"]["new"] < found[name]["before"]["new"], name
+            assert 0 < found[name]["moved"] <= 1, name
+        held_back = found["max_entropy=2"]  # nothing is so certain yet
+        assert held_back["moved"] == 0
+        assert held_back["after"] == held_back["before"]
+        assert found["allocation: grow"]["allocated"] > 0
+        bound = math.log(2) / bench.plan.model.context
+        assert found["guard"]["after"]["old"] <= found["guard"]["before"]["old"] + bound
+        assert found["guard"]["path"] == pytest.approx(found["none"]["after"], abs=1e-4)
+        done = found["guard, consolidated"]
+        assert done["refused"] or done["after"] == pytest.approx(done["path"])
+
+    def test_settings_are_in_units_of_the_base(self, bench):
+        bench.run(bench.pretrain("apn", HOME, 0))
+        base = load_base(bench.folder, f"apn-{HOME}-0", torch.device("cpu"))
+        old = domain(bench.plan, bench.folder, HOME)
+        measured = knobs.Measured.of(base, bench.plan, 1e-2, old.validation)
+        assert measured.resolve(("patches", 0.25)) == bench.plan.apn.num_patches // 4
+        assert measured.resolve(("times", 0.5)) == 5e-3
+        assert measured.resolve(["stream", 0.25]) == bench.plan.stream_tokens // 4
+        assert measured.resolve(("decoders", "gates")) == ("decoders", "gates")
+        low, high = (measured.resolve(("confidence", share)) for share in (0.1, 0.9))
+        assert low < high
+        numbers = [p[0].numel() for p in next(iter(base.apn_layers().values())).patch_parameters()]
+        assert measured.change == pytest.approx(1e-2 * sum(numbers) ** 0.5)
+
+    def test_every_knob_is_a_setting_of_its_own(self, bench):
+        bench.run(bench.pretrain("apn", HOME, 0))
+        base = load_base(bench.folder, f"apn-{HOME}-0", torch.device("cpu"))
+        measured = knobs.Measured.of(
+            base, bench.plan, 1e-2, domain(bench.plan, bench.folder, HOME).validation
+        )
+        online = {n: knobs.config_of(k, measured) for n, k in knobs.KNOBS.items() if k.guard is None}
+        assert len({config.to_json() for config in online.values()}) == len(online)
+
+    def test_mixed_windows_hold_both_domains(self):
+        old, new = (knobs.Text(*[np.full(100, value)] * 3) for value in (1, 2))
+        mixture = knobs.mixed(old, new, 9)
+        assert all(set(mixture[start : start + 9]) == {1, 2} for start in range(0, len(mixture) - 9, 9))

@@ -10,7 +10,18 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from made_up_results import CELLS, FORGETTING, GUARDED, MATCH, ROOT, SENSITIVITY, SHIFTS, Page, rendered
+from made_up_results import (
+    CELLS,
+    FORGETTING,
+    GUARDED,
+    KNOBS,
+    MATCH,
+    ROOT,
+    SENSITIVITY,
+    SHIFTS,
+    Page,
+    rendered,
+)
 
 from studies.report import bench_tables, charts, study_tables
 from studies.report.readings import Result
@@ -20,7 +31,7 @@ from studies.statistics import gain_fraction
 @pytest.fixture(scope="module")
 def whole() -> str:
     paper = [json.loads((ROOT / "results" / f"table{n}-paper.json").read_text()) for n in (1, 2)]
-    return rendered(SHIFTS, FORGETTING, *paper, SENSITIVITY, MATCH, drawn=True)
+    return rendered(SHIFTS, FORGETTING, *paper, SENSITIVITY, KNOBS, MATCH, drawn=True)
 
 
 @pytest.fixture
@@ -51,7 +62,7 @@ def test_the_page_stands_alone(whole):
     assert "url(" not in words
     assert "@import" not in words
     places = [own["href"] for tag, own in found.tags if tag == "a"]
-    assert places == [f"#r{number}" for number in range(6)]
+    assert places == [f"#r{number}" for number in range(7)]
     assert {place[1:] for place in places} <= set(found.ids)
 
 
@@ -168,6 +179,15 @@ def test_sensitivity_says_what_an_option_does(whole, figures):
     assert points_of(overlaps.axes[0]) == {(0.25, 0.125), (0.5, 0.125)}
     assert legend_of(overlaps) == ["as planned", "<top_k"]
     assert [text.get_text() for text in overlaps.axes[0].texts] == ["2>"]
+
+
+def test_knobs_say_what_was_lost_and_won(whole):
+    _, plain, other = ([text for text, _ in row] for row in Page(whole).table("One knob of a learner"))
+    assert plain == ["none", "+0.2500 +0.1250 to +0.3750", "-0.5000", "+0.0000", "0.50", "2"]
+    assert other[:2] == ["<rule>", "+0.5000 +0.1250 to +0.3750"]
+    (guarded,) = ([text for text, _ in row] for row in Page(whole).table("The same for a guarded")[2:])
+    assert guarded[0] == "guard"
+    assert guarded[-2:] == ["+0.7500", "-0.6250"]
 
 
 def test_means_leave_out_shifts_of_another_kind():

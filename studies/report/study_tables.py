@@ -157,6 +157,32 @@ def sensitivity_charts(result: Result) -> dict[str, str]:
     }
 
 
+def knobs(result: Result) -> list[Table]:
+    """Those of an online learner, and those of a guarded one."""
+    titles = ("old domain", "new domain", "windows of both", "patches that moved", "patches added")
+    columns = [Column("what is turned", words=True), *map(Column, titles)]
+    paths = [Column("old domain", "its overlay alone"), Column("new domain", "its overlay alone")]
+    lines: dict[bool, list[Any]] = {False: [], True: []}
+    for turned, row in result.values["rows"].items():
+        is_guarded = turned.startswith("guard")
+        by_seed = row["by_seed"]
+        line = [name(turned)]
+        line += [number(row[text], "+.4f", spread(by_seed[text])) for text in ("old", "new", "mixed")]
+        line += [number(row["moved"], ".2f"), number(row["allocated"], ".0f")]
+        line += [number(row[path], "+.4f") for path in ("path_old", "path_new")] if is_guarded else []
+        lines[is_guarded].append(line)
+    values = result.values
+    how = f"{values['tokens']:,} tokens, {' to '.join(values['shift'])}, at a rate of {values['rate']:g}"
+    return [
+        Table(
+            f"One knob of a learner turned at a time: nats by which losses rose after {how}",
+            columns,
+            lines[False],
+        ),
+        Table(f"The same for a guarded learner: {how}", columns + paths, lines[True]),
+    ]
+
+
 def match(result: Result) -> list[Table]:
     columns = [Column("text", words=True), Column("model", words=True), Column("validation loss, nats")]
     columns += map(Column, ("perplexity", "seeds", "parameters", "multiply-adds per token"))
@@ -304,6 +330,7 @@ TABLES: dict[str, Callable[[Result], list[Table]]] = {
     "table1": table1,
     "table2": table2,
     "sensitivity": sensitivity,
+    "knobs": knobs,
     "match": match,
     "retrofit": retrofit,
     "facts": facts,
