@@ -21,7 +21,7 @@ import tyro
 from attractor import distributed, presets
 from attractor.cli.common import INTERRUPTED, dataset_of, mistakes, progress_bar
 from attractor.config import check_seed
-from studies import forgetting, knobs, match, retrofit, sensitivity, shifts, table1, table2
+from studies import anatomy, forgetting, knobs, match, retrofit, sensitivity, shifts, table1, table2
 from studies.cells import Benchmark
 from studies.grid import CellsFailed, GridStopped
 from studies.methods import METHODS
@@ -231,6 +231,14 @@ class Knobs(Repeated):
 
 
 @dataclass(kw_only=True)
+class Anatomy(Repeated):
+    """The loss by patch, the active sets that occur, and the rank of an update beside a dense FFN's."""
+
+    def measure(self, bench: Benchmark, result: Path) -> None:
+        anatomy.run(bench, result)
+
+
+@dataclass(kw_only=True)
 class Match(Repeated):
     """APN against dense, MoE and Switch at equal parameters, and at no more multiply-adds per token."""
 
@@ -310,6 +318,7 @@ STUDIES: dict[str, Any] = {
     "shifts": Shifts,
     "sensitivity": Sensitivity,
     "knobs": Knobs,
+    "anatomy": Anatomy,
     "match": Match,
     "retrofit": Retrofit,
 }

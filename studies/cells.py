@@ -15,7 +15,7 @@ from attractor.config import RunConfig, check_number, check_size
 from attractor.distributed import parse_device
 from attractor.results import write_result
 from attractor.version import __version__
-from studies import adapting, harm, knobs, streams
+from studies import adapting, anatomy, harm, knobs, streams
 from studies.grid import (
     Inquiry,
     Key,
@@ -50,6 +50,7 @@ WORK: dict[str, Callable[[Settings, Path], Values]] = {
     "harm": harm.harm,
     "speed": harm.speed,
     "knob": knobs.learn,
+    "anatomy": anatomy.examine,
 }
 
 Cells = dict[str, Settings]
@@ -227,6 +228,10 @@ class Benchmark:
         settings = {"shift": shift, "knob": dict(knob), "rate": rate, "seed": seed}
         cell = self._cell("knob", [*members, shift], base=base, members=members, **settings)
         return {f"knob-{base}-{shift}-{slug(name)}-{rate:g}": cell}
+
+    def anatomy(self, kind: str, source: str, seed: int) -> Cells:
+        base, members = self.base(kind, source, seed), self.members(source)
+        return {f"anatomy-{base}": self._cell("anatomy", members, base=base, members=members)}
 
     def harm(self, seed: int) -> Cells:
         cell = self._cell("harm", [HOME], base=f"apn-{HOME}-{seed}", members=[HOME], seed=seed)

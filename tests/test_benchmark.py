@@ -17,7 +17,7 @@ from attractor.config import APNConfig, RunConfig
 from attractor.continual.overlay import fingerprint
 from attractor.model import GPT
 from attractor.results import write_result
-from studies import adapting, forgetting, knobs, match, rates, sensitivity, shifts, streams
+from studies import adapting, anatomy, forgetting, knobs, match, rates, sensitivity, shifts, streams
 from studies.cells import Benchmark, slug
 from studies.grid import CellsFailed, GridStopped, cell_file
 from studies.methods import METHODS, Situation
@@ -579,3 +579,45 @@ class TestKnobs:
         old, new = (knobs.Text(*[np.full(100, value)] * 3) for value in (1, 2))
         mixture = knobs.mixed(old, new, 9)
         assert all(set(mixture[start : start + 9]) == {1, 2} for start in range(0, len(mixture) - 9, 9))
+
+
+class TestAnatomy:
+    """What patches are for: numbers that are known beforehand."""
+
+    def test_the_parts_of_the_loss_add_up_to_it(self):
+        chance = np.random.default_rng(0)
+        patch, loss = chance.integers(0, 5, 4000), chance.random(4000)
+        found = anatomy.by_patch(loss, patch, patch)
+        assert sum(p * nats for p, nats in found["parts"]) == pytest.approx(loss.mean(), abs=1e-4)
+        assert found["explained"] == pytest.approx(found["by the answer"])
+        assert found["explained"] < 10 * found["by chance"]  # these patches mean nothing
+        assert anatomy.by_patch(1.0 * patch, patch, patch)["explained"] == pytest.approx(1)
+
+    def test_a_set_is_the_same_in_any_order(self):
+        indices = torch.tensor([[0, 1], [1, 0], [2, 3], [1, 2]])
+        found = anatomy.active_sets(indices, 5)
+        assert (found["tokens"], found["possible"], found["occur"], found["once"]) == (4, 10, 3, 2)
+        assert found["effective"] == pytest.approx(math.exp(-(0.5 * math.log(0.5) + 0.5 * math.log(0.25))))
+        assert found["covered"]["10"] == pytest.approx(1)
+
+    def test_the_effective_rank_of_matrices_that_are_known(self):
+        assert anatomy.effective_rank(torch.eye(7).double()) == pytest.approx(7)
+        assert anatomy.effective_rank(
+            torch.outer(torch.ones(5), torch.arange(5.0)).double()
+        ) == pytest.approx(1)
+
+    def test_a_map_is_how_the_update_changes_with_the_token(self):
+        matrix = torch.randn(6, 6)
+        assert torch.allclose(anatomy.jacobian(lambda x: x @ matrix, torch.randn(6)), matrix.T.double())
+
+    def test_a_model_is_examined(self, bench, tmp_path):
+        found = anatomy.run(bench, tmp_path / "anatomy.json")
+        apn, dense = (found["ranks"][kind] for kind in ("apn", "dense"))
+        assert all(row["bound"] is None and 1 <= row["map"] <= bench.plan.model.dim for row in dense.values())
+        assert all(row["bound"] == bench.plan.apn.top_k * bench.plan.apn.rank for row in apn.values())
+        for row in found["layers"].values():
+            assert 0 <= row["explained"] <= 1
+            assert row["once"] <= row["occur"] <= min(row["tokens"], row["possible"])
+            assert row["effective"] <= row["occur"]
+        tables = study_tables.TABLES["anatomy"](read(tmp_path / "anatomy.json"))
+        assert [len(table.rows) for table in tables] == [len(apn), 2 * len(apn)]

@@ -16,6 +16,7 @@ STUDIES = {
     "table2": "Adapting to a second domain: the paper's Table 2",
     "sensitivity": "What the options of a layer do",
     "knobs": "What the knobs of learning from a stream do",
+    "anatomy": "What patches are for",
     "match": "Models of like size on several texts",
     "retrofit": "A pretrained model learns a domain",
     "facts": "A pretrained model is taught facts",

@@ -183,6 +183,40 @@ def knobs(result: Result) -> list[Table]:
     ]
 
 
+def anatomy(result: Result) -> list[Table]:
+    """Of patches first, then of every FFN."""
+    values = result.values
+    columns = [Column("layer", words=True)]
+    columns += [Column(title, "variance of the loss between") for title in ("patches", "answers")]
+    columns += [Column(title, "loss of a patch, nats") for title in ("10 %", "median", "90 %")]
+    columns += [Column(title, "active sets") for title in ("occur", "once", "as good as", "of")]
+    columns += [
+        Column(f"the {most} commonest", "share of the tokens") for most in values["layers"]["0"]["covered"]
+    ]
+    lines = []
+    for layer, row in values["layers"].items():
+        line = [name(layer), *(number(row[key], ".1%") for key in ("explained", "by the answer"))]
+        line += [number(nats, ".3f") for nats in row["quantiles"]]
+        line += [count(round(row[key])) for key in ("occur", "once", "effective", "possible")]
+        lines.append(line + [number(share, ".1%") for share in row["covered"].values()])
+    tokens = next(iter(values["layers"].values()))["tokens"]
+    ranked = [Column("layer", words=True), Column("FFN", words=True), Column("k r"), Column("r")]
+    ranked += [
+        Column("updates of all tokens", "effective rank"),
+        Column("the map of one token", "effective rank"),
+    ]
+    rows = [
+        [name(layer), name(kind), count(row["bound"]), count(row["code"])]
+        + [number(row[key], ".1f") for key in ("updates", "map")]
+        for layer in values["ranks"]["dense"]
+        for kind, row in ((kind, values["ranks"][kind][layer]) for kind in ("dense", "apn"))
+    ]
+    return [
+        Table(f"Patches over {tokens:,} tokens of {values['text']}: means over seeds", columns, lines),
+        Table("What an FFN does to a token, beside what k and r allow", ranked, rows),
+    ]
+
+
 def match(result: Result) -> list[Table]:
     columns = [Column("text", words=True), Column("model", words=True), Column("validation loss, nats")]
     columns += map(Column, ("perplexity", "seeds", "parameters", "multiply-adds per token"))
@@ -331,6 +365,7 @@ TABLES: dict[str, Callable[[Result], list[Table]]] = {
     "table2": table2,
     "sensitivity": sensitivity,
     "knobs": knobs,
+    "anatomy": anatomy,
     "match": match,
     "retrofit": retrofit,
     "facts": facts,
