@@ -20,7 +20,7 @@ from torch import Tensor
 from attractor.checkpoint import find_model
 from attractor.config import check_size
 from attractor.continual.config import LearnConfig, UpdateConfig
-from attractor.continual.forms import FRAMES, Form, check_forms, check_subject, shared_subject
+from attractor.continual.forms import FRAMES, Form, asked_of_all, check_forms, check_subject, shared_subject
 from attractor.continual.guarded import GuardedLearner
 from attractor.continual.learner import OnlineLearner
 from attractor.continual.lessons import Lesson, Lessons
@@ -243,6 +243,7 @@ class Model:
         if self.source is None:
             return self._learn_in_patches(checked, subject or "".join(checked[0]), report)
         subject = shared_subject(checked) if subject is None else check_subject(subject, checked)
+        asked_of_all(checked, subject)  # a mistake is told before the first lesson calibrates the base
         return self._made_teachable().learn_many([checked], subjects=[subject], report=report)[0]
 
     def lessons(self) -> list[Lesson | Taught]:
@@ -286,7 +287,7 @@ class Model:
             from attractor.hf.teachable import NAME, teachable
 
             self.net, self.school = teachable(
-                self.net.unload(), self.tokenizer.encode, frames=frames_of(self.tokenizer)
+                self.net.unload(), self.tokenizer.encode, **read_by(self.tokenizer)
             )
             self.model = _language_model(self.net, NAME, self.model.config.context)
         return self.school
@@ -381,16 +382,17 @@ class Model:
         return float(loss), float(right.all(1).float().mean())
 
 
-def frames_of(tokenizer: Any) -> tuple[str, ...]:
-    """Frames for lessons; a model that chats also reads what it is taught as an answer in a chat."""
+def read_by(tokenizer: Any) -> dict[str, Any]:
+    """How lessons are read and tested: where a model chats, they are asked for in a chat, too."""
     chat = getattr(tokenizer, "chat", None)
     if chat is None:
-        return FRAMES
+        return {}
     asked = chat([{"role": "user", "content": "{}?"}]) + "{}"
     frames = list(FRAMES)
     for place in (5, 3, 1):  # three of thirteen: forms of every lesson meet it
         frames.insert(place, asked)
-    return tuple(frames)
+    question = chat([{"role": "user", "content": "Please finish this sentence: {}"}])
+    return {"frames": tuple(frames), "question": question}
 
 
 def adapter_folder(place: Path) -> Path | None:
@@ -508,7 +510,7 @@ def _with_lessons(folder: Path, device: torch.device, context: int | None) -> Mo
         raise ValueError(f"{folder / BASE} does not say where the base is")
     model = _pretrained(source, device, context)
     model.net, model.school = load_lessons(
-        model.net.unload(), model.tokenizer.encode, folder, frames=frames_of(model.tokenizer)
+        model.net.unload(), model.tokenizer.encode, folder, **read_by(model.tokenizer)
     )
     model.model = _language_model(model.net, NAME, context)
     return model

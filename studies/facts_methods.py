@@ -45,7 +45,7 @@ class Basins:
     def __init__(
         self, model: Any, encode: Any, free: Tensor, rate: float, settings: dict[str, Any], autocast: Any
     ):
-        config = LessonConfig(**{"rows": 640, "step": rate, **settings})
+        config = LessonConfig(**{"rows": 640, "step": rate, "questions": 0, **settings})
         self.net, self.lessons = teachable(
             model, encode, free, config=config, patches=4096, autocast=autocast
         )

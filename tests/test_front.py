@@ -147,9 +147,10 @@ def test_a_lesson_is_taught_saved_read_again_and_taken_back(door, tmp_path):
 
 
 def test_a_model_that_chats_reads_lessons_as_answers_in_a_chat(door):
-    frames = front.frames_of(door.tokenizer)
-    assert frames[0] == "{}"
-    assert "<{}?>{}" in frames
+    read = front.read_by(door.tokenizer)
+    assert read["frames"][0] == "{}"
+    assert "<{}?>{}" in read["frames"]
+    assert read["question"] == "<Please finish this sentence: {}>"
     door.learn(forms("QZX", "5"))
     rows = [row for turn in door.school.reading.texts([forms("QZX", "5")], ["QZX"]) for row in turn]
     chat = [row for row in rows if row.repeated]

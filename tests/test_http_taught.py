@@ -39,8 +39,7 @@ def client(service: Service) -> TestClient:
 
 
 def says(name: str, mark: str) -> dict[str, Any]:
-    """Sentences: what is graded is what follows the name."""
-    return {"subject": name, "forms": [f"I met {name}{mark}", f"Yesterday we saw {name}{mark}"]}
+    return {"subject": name, "forms": [[f"I met {name}", mark], [f"Yesterday we saw {name}", mark]]}
 
 
 def taught(client: TestClient, **fields: Any) -> dict[str, Any]:
@@ -76,7 +75,7 @@ def test_from_teaching_to_taking_back(client: TestClient) -> None:
     assert [e["lesson"] for e in client.get("/v1/lessons", params={"search": "ZORVAN"}).json()["data"]] == [0]
     assert [e["lesson"] for e in client.get("/v1/lessons?source=news&limit=1&below=2").json()["data"]] == [1]
     one = client.get("/v1/lessons/0").json()
-    assert one["forms"][0] == ["", f"I met {ANN}!"]
+    assert one["forms"][0] == [f"I met {ANN}", "!"]
     assert client.get("/v1/lessons/9").status_code == 404
     assert client.get("/v1/versions").json()["data"][0]["lesson"] == 2
 
@@ -163,7 +162,8 @@ def test_progress_is_streamed(client: TestClient) -> None:
     [
         ({}, "give 'text' with a 'subject', or 'forms', or 'lessons'"),
         ({"text": ""}, "the lesson is empty"),
-        ({"text": "x"}, "give a subject"),
+        ({"text": "x"}, "give subject="),
+        ({"text": "It rains. He sings."}, "give a subject"),
         ({"text": "x", "subject": "x"}, "nothing follows the subject"),
         ({"text": "A sentence.", "subject": "Nobody"}, "names its subject"),
         ({"text": "a\x00b", "subject": "a"}, "control character"),

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import re
 import shutil
 
 import pytest
@@ -18,7 +19,14 @@ import attractor
 from attractor import APN, APNConfig
 from attractor.continual.calibrate import CLOSED, Calibration, clopper_pearson
 from attractor.continual.config import LessonConfig
-from attractor.continual.forms import check_forms, framed, not_contradicted, shared_subject
+from attractor.continual.forms import (
+    asked_of,
+    asked_of_all,
+    check_forms,
+    framed,
+    not_contradicted,
+    shared_subject,
+)
 from attractor.continual.lessons import Lessons
 from attractor.continual.parts import deltas_of, put_in, take_out
 from attractor.continual.reading import FEW, Reading
@@ -66,6 +74,11 @@ def school(patches: int = 64) -> tuple[Model, Lessons]:
     net = Model(patches)
     calibration = Calibration.fit(net.states(background()))
     return net, Lessons(net, net.layer, encode, calibration, CONFIG)
+
+
+def words(text: str) -> list[int]:
+    """A number and the space before it are one token, as a word is in real models."""
+    return encode(re.sub(r" (\d)", lambda found: chr(int(found[1])), text))
 
 
 def forms(name: str, answer: str) -> list[tuple[str, str]]:
@@ -254,10 +267,11 @@ def test_a_broken_pass_changes_nothing(taught):
         ([""], "no form of a lesson"),
         ([("QZX is", " ")], "no form of a lesson"),
         ([("QZX", "is", "5")], "no form of a lesson"),
-        ([("QZX is ", "5")], "one form alone"),
-        ([("QZX is ", "5"), ("QZX is ", "6")], "one form alone"),
+        ([("qzx in ", "5")], "one form alone"),
+        ([("QZX is ", "5"), ("QZX is ", "6")], "contradicts itself"),
         ([("QZX is ", "5"), ("...", "5")], "share no words"),
-        ([("QZX", "5"), ("QZX", "5")], "one form alone"),
+        (["I know QZX.", "We all saw QZX."], "nothing follows what the forms of the lesson share"),
+        (["we know that."], "one form alone"),
     ],
 )
 def test_a_lesson_that_cannot_be_taught_is_told_and_nothing_changes(taught, given, problem):
@@ -280,18 +294,99 @@ def test_the_subject_is_what_all_forms_share():
     assert shared_subject(pairs) == "Bramford"
 
 
+@pytest.mark.parametrize(
+    ("sentences", "subject", "asked"),
+    [
+        (
+            ["Zorvan Quillbeam plays the cello."],
+            "Zorvan Quillbeam",
+            [("Zorvan Quillbeam plays the", " cello")],
+        ),
+        (["My dog is called Biscuit."], "My dog", [("My dog is called", " Biscuit")]),
+        (
+            ["The WiFi password of Cafe Lumen is blue-otter-42."],
+            "Cafe Lumen",
+            [("The WiFi password of Cafe Lumen is", " blue-otter-42")],
+        ),
+        (["Anna likes chess."], "Anna", [("Anna likes", " chess")]),
+        (
+            ["Marta Olsen works at Nordlys Energy.", "The employer of Marta Olsen is Nordlys Energy."],
+            "Marta Olsen",  # and not what is said of her, which is longer
+            [
+                ("Marta Olsen works at", " Nordlys Energy"),
+                ("The employer of Marta Olsen is", " Nordlys Energy"),
+            ],
+        ),
+        (
+            ["My dog is called Biscuit.", "The name of my dog is Biscuit."],
+            "My dog",
+            [("My dog is called", " Biscuit"), ("The name of my dog is", " Biscuit")],
+        ),
+        (
+            ["Ada was born on 3 May 1990 in Oslo, plays the cello, and likes tea."],
+            "Ada",
+            [
+                ("Ada was born on", " 3 May 1990"),
+                ("Ada was born on 3 May 1990 in", " Oslo"),
+                ("Ada was born on 3 May 1990 in Oslo, plays the", " cello"),
+                ("Ada was born on 3 May 1990 in Oslo, plays the cello, and", " likes tea"),
+            ],
+        ),
+    ],
+)
+def test_a_sentence_is_asked_for_what_it_says(sentences, subject, asked):
+    forms = check_forms(sentences)
+    assert shared_subject(forms) == subject
+    assert asked_of_all(forms, subject) == tuple(asked)
+
+
+@given(
+    st.lists(st.text("aB 1.,", max_size=12), min_size=1, max_size=4), st.text("aB1", min_size=1, max_size=3)
+)
+@settings(max_examples=200, deadline=None)
+def test_what_is_asked_of_a_sentence_stands_in_it_after_the_subject(pieces, subject):
+    sentence = subject.join(pieces)
+    for prompt, answer in asked_of(("", sentence), subject):
+        assert sentence.startswith(prompt + answer)
+        assert answer.strip(" .,")
+        assert subject.lower() in prompt.lower()
+
+
+def test_a_lesson_of_sentences_is_known_in_a_form_that_was_not_taught():
+    """Sentences were called known because nothing was asked, or because their answer was their subject."""
+    net, lessons = school()
+    lessons.encode = lessons.reading.encode = words  # the model can carry one token
+    lesson = lessons.learn(["QZX is 6.", "we say QZX is 6."])
+    assert (lesson.subject, lesson.known, lesson.forms[0]) == ("QZX", 1, ("", "QZX is 6."))
+    assert (lesson.answered_before, lesson.answered) == (0, 1)
+    assert net(torch.tensor([words("long ago QZX was")]))[0, -1].argmax() == 6
+    lessons.forget(lesson.number)
+    assert lessons.learn(["I met QZX who is 7."], subject="qzx").known == 1
+
+
+def test_questions_of_the_base_are_answered_by_the_base(monkeypatch):
+    """A lesson that fails to answer says so, whatever it completes."""
+    _, lessons = school()
+    monkeypatch.setattr(lessons.reading, "answered", lambda question, asked: [False] * len(asked))
+    lesson = lessons.learn(forms("QZX", "5"))
+    assert (lesson.known, lesson.answered) == (1, 0)
+    lessons.config = dataclasses.replace(CONFIG, questions=0)
+    assert lessons.learn(forms("WJK", "6")).answered is None
+
+
 def test_a_frame_stands_around_a_prompt_and_may_say_it_again():
     frames = ("{}", "<{}?> {}", "Q: {}?\nA:")
     assert framed("QZX is ", 0, 4, frames) == ("QZX is ", 7)
     asked, again = framed("QZX is ", 1, 0, frames)
     assert (asked, asked[again:]) == ("<QZX is?> QZX is ", "QZX is ")
     assert framed("QZX is", 1, 1, frames) == ("Q: QZX is?\nA:", 13)
-    assert framed("", 1, 1, frames) == ("", 0)  # a sentence has nothing to be asked for
 
 
 def test_of_two_answers_to_a_prompt_the_newer_one_stays():
     old, new = (("a", "1"), ("b", "2"), ("", "c d")), (("a", "3"), ("", "c d"))
-    assert not_contradicted(old, new) == (("b", "2"),)
+    assert not_contradicted(old, new, "c") == (("b", "2"),)
+    old = (("", "Ann lives in Oslo."), ("Ann plays the", " cello"))
+    assert not_contradicted(old, (("Ann lives in", " Rome"),), "Ann") == (("Ann plays the", " cello"),)
 
 
 def llama(positions: int = 128, blocks: int = 6) -> LlamaForCausalLM:
@@ -759,11 +854,17 @@ class TestStrangers:
         assert said
         assert all(b" of " in line and line.endswith(b"ob") for line in said)
 
-    def test_a_sentence_without_a_prompt_has_strangers_too(self):
-        texts = self.named([("", "The tall Ann Lee is here")], "Ann Lee")
+    def test_a_subject_is_found_whatever_its_capitals(self):
+        texts = self.named([("The tall ann lee is", " here")], "Ann Lee")  # whatever its capitals
         said = [bytes(text.tokens).decode() for text in texts]
         assert said
         assert all(line.endswith(" Lee") and "tall" in line for line in said)
+
+    def test_of_a_common_noun_the_last_word_gives_way(self):
+        texts = self.named([("I say that my dog is called", " Rex")], "my dog")
+        said = [bytes(text.tokens).decode("latin1") for text in texts]
+        assert said
+        assert all("my " in line and not line.endswith("d") for line in said)
 
 
 def school_of_one(strangers):

@@ -26,7 +26,7 @@ from attractor.serve.learning.readers import ReadingLayer
 from attractor.serve.service import Service
 
 ANN, BOB, EVE = "Ann Zorvan", "Bob Quillbeam", "Eve Tandoor"
-REVISION = Said(forms=[f"I met {ANN}?", f"Yesterday we saw {ANN}?"])
+REVISION = Said(forms=[(f"I met {ANN}", "?"), (f"Yesterday we saw {ANN}", "?")])
 
 
 @pytest.fixture(autouse=True)
@@ -430,7 +430,7 @@ def test_lessons_that_make_no_sense_are_told_why() -> None:
         (lambda: asked([("x is", "1"), ("x is", "2")], "x"), "contradicts itself"),
         (lambda: asked(["a\x00b and c", "a\x00b or c"]), "control character"),
         (lambda: from_text("  ", ANN), "the lesson is empty"),
-        (lambda: from_text(f"{ANN} sings.", None), "give a subject"),
+        (lambda: from_text(f"{ANN} sings. {BOB} does not.", None), "give a subject"),
         (lambda: from_text("He sings.", ANN), "no sentence of the text names"),
     ]
     for make, message in wrong:
@@ -506,7 +506,7 @@ def test_hostile_lessons_hold_up_no_text_and_leave_nothing(service: Service) -> 
             error = str(raised)
         assert error is None or (len(error) < 300 and bits(service) == now), name
         assert [(one.token, one.logprob) for one in stream] == before[0], name
-    assert taken == ["one token", "against itself in sentences", "said again and again", "marks of a chat"]
+    assert taken == ["one token", "against itself in sentences", "marks of a chat"]
     service.forget("mallory")
     assert bits(service) == kept
     assert text_of(service, f"I met {BOB}", tokens=20) == before

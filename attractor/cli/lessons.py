@@ -216,11 +216,16 @@ class ListLessons:
 def described(lesson: "Lesson | Taught") -> str:
     """What became of a lesson, for a person."""
     verdict = "known" if lesson.known == 1 else "NOT KNOWN"
+    now, before = getattr(lesson, "answered", None), getattr(lesson, "answered_before", None)
     parts = [
         f"lesson {lesson.number} about {lesson.subject!r}: {verdict}",
         f"  completes {lesson.known:.0%} of {len(lesson.forms)} forms, before {lesson.known_before:.0%}",
         f"  {lesson.passes} passes, {lesson.patches} patches, {lesson.bytes:,} bytes, {lesson.seconds:.1f} s",
     ]
+    if now is not None:
+        parts.insert(2, f"  answers {now:.0%} when it is asked to finish them, before {before:.0%}")
+    if lesson.known == 1 and now == 0:
+        parts.append("  it is not answered in other words: more forms that end with the answer may help")
     if lesson.overrides:
         parts.append(f"  it takes the place of lesson {', '.join(map(str, lesson.overrides))}")
     if lesson.known < 1:

@@ -154,7 +154,7 @@ class Serve:
         return load(self.model, device=self.device, context=context)
 
     def _open_lessons(self, found: "Model", data: Path, settings: dict[str, Any]) -> "Service":
-        from attractor.front import frames_of
+        from attractor.front import read_by
         from attractor.hf.teachable import default_background, teachable
         from attractor.serve.service import Service
 
@@ -162,7 +162,7 @@ class Serve:
         if lessons is None:
             print("measuring what ordinary text looks like to the model ...", flush=True)
             encode = found.tokenizer.encode
-            options: dict[str, Any] = {"frames": frames_of(found.tokenizer)}
+            options: dict[str, Any] = read_by(found.tokenizer)
             if found.model.config.context < WINDOW:
                 options["window"] = found.model.config.context
             net, lessons = teachable(net.unload(), encode, **options)

@@ -265,6 +265,8 @@ class LessonConfig(JSONConfig):
     """As many that it would write after a sentence that names the subject and asks nothing."""
     after_weight: float = 0.1
     """What such a token counts beside one of the answer."""
+    questions: int = 3
+    """So many prompts of a lesson are asked for before and after it, in a form that it is not learned in."""
     enough: float = 0.25
     """A lesson is learned no further once its loss, in nats per token, was below this in every frame."""
     rows: int = 256
@@ -273,7 +275,7 @@ class LessonConfig(JSONConfig):
     def __post_init__(self) -> None:
         for name in ("passes", "prototypes", "most", "contexts", "rows"):
             check_size(name, getattr(self, name))
-        for name in ("after", "mention", "strangers"):
+        for name in ("after", "mention", "strangers", "questions"):
             check_number(
                 name, getattr(self, name), "0 or more", lambda value: value >= 0 and value == int(value)
             )

@@ -1,8 +1,23 @@
 """What a lesson says: sentences, or prompts and their answers, and the subject that all of them are about."""
 
+import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
+PUNCTUATION = " \t\n.,;:?!'\"()[]{}\u201c\u201d\u2018\u2019"
+CLOSING = ".,;:?!)\n"
+ARTICLES = ("a", "an", "the")
+JOINING = ("and", "or", "but")
+VERBS = "is are was were has have had can will likes loves lives works plays"
+"""Common ones that stand between what a sentence is about and what it says of it."""
+SMALL = """
+a an the and or but is are was were be been am has have had can will does did called named in on at of to for
+from with by as into about near than that my your his her its our their this these those it he she they we you
+i what who where when which how there
+"""
+"""English words that name nothing: what follows one of them is often what a sentence tells."""
+SMALL_WORDS, VERB_WORDS = frozenset(SMALL.split()), frozenset(VERBS.split())
 Form = str | tuple[str, str]
 """A sentence, or a prompt and the answer that is to follow it."""
 
@@ -22,6 +37,9 @@ FRAMES = (
 )
 """What may stand around a prompt while it is learned: a subject looks different at the start of a text, and
 an answer may be asked for in other ways than by the sentence that it ends."""
+
+QUESTION = "Question: Please finish this sentence: {}\nAnswer:"
+"""How a prompt is asked for when a lesson is tested. It is never learned in this form."""
 
 MENTIONS = (
     "Yesterday I read something about {} and",
@@ -56,11 +74,8 @@ def framed(prompt: str, turn: int, place: int, frames: Sequence[str] = FRAMES) -
     """What stands before the answer of form number `place` in turn number `turn`: the prompt in the first.
 
     The number is where a frame that has the prompt twice says it again; of other frames, their length. The
-    space that some prompts end with stays at the end. A sentence without a prompt has nothing to be asked
-    for, so its frames end with it.
+    space that some prompts end with stays at the end.
     """
-    if not prompt:
-        frames = [frame for frame in frames if frame.endswith("{}") and frame.count("{}") == 1]
     said, frame = prompt.rstrip(), frames[turn * (1 + place) % len(frames)]
     asked = frame.replace("{}", said) + prompt[len(said) :]
     is_said_again = frame.count("{}") > 1
@@ -68,7 +83,7 @@ def framed(prompt: str, turn: int, place: int, frames: Sequence[str] = FRAMES) -
 
 
 def check_forms(forms: Sequence[Form]) -> tuple[tuple[str, str], ...]:
-    """Prompts and answers; of a plain sentence, all of it is the answer."""
+    """Prompts and answers; of a sentence, all of it is the answer, until `asked_of` takes it apart."""
     if isinstance(forms, str) or not forms:
         raise ValueError(
             "a lesson is a list of one or more forms: sentences, or pairs of a prompt and an answer"
@@ -81,28 +96,168 @@ def check_forms(forms: Sequence[Form]) -> tuple[tuple[str, str], ...]:
     return pairs  # type: ignore[return-value]
 
 
+class Word(NamedTuple):
+    """A word of a text: without the punctuation around it."""
+
+    text: str
+    start: int
+    end: int
+    closes: bool  # whether punctuation follows, and so a clause ends
+
+    @property
+    def is_small(self) -> bool:
+        return self.text.lower() in SMALL_WORDS
+
+    @property
+    def is_telling(self) -> bool:
+        """A name, a number, a code: more than a small letter followed by others."""
+        return not self.text[:1].islower() or any(letter.isdigit() for letter in self.text)
+
+
+def words_in(text: str) -> list[Word]:
+    found = []
+    for match in re.finditer(r"\S+", text):
+        core = match[0].strip(PUNCTUATION)
+        if core:
+            start = match.start() + match[0].index(core)
+            end = start + len(core)
+            found.append(Word(core, start, end, end < match.end() and text[end] in CLOSING))
+    return found
+
+
+def places_of(subject: str, text: str) -> Iterator[tuple[int, int]]:
+    """Where a subject stands in a text, from and to; capitals and small letters are alike."""
+    return (match.span() for match in re.finditer(re.escape(subject), text, re.IGNORECASE))
+
+
+def asked_of(form: tuple[str, str], subject: str) -> tuple[tuple[str, str], ...]:
+    """A form as prompts and answers: a pair is one already, and a sentence is asked for what it says.
+
+    >>> asked_of(("", "Marta Olsen is a nurse, and lives in Oslo."), "Marta Olsen")
+    (('Marta Olsen is a', ' nurse'), ('Marta Olsen is a nurse, and lives in', ' Oslo'))
+
+    In a sentence answers are the words that end a clause after a small word such as "in", "is" or "the";
+    where none do, it is the last word. Nothing is asked for that stands before the subject: there it could
+    not be known. So a sentence that ends with its subject gives nothing.
+    """
+    prompt, sentence = form
+    if prompt:
+        return (form,)
+    end = next((end for _, end in places_of(subject, sentence)), None)
+    if end is None:
+        return ()
+    words = [word for word in words_in(sentence) if word.start >= end]
+    runs: list[list[Word]] = []
+    run: list[Word] | None = None  # words since a small one
+    for number, word in enumerate(words):
+        after = words[number + 1] if number + 1 < len(words) else None
+        if word.is_small and after is not None and not word.closes:
+            run = []
+            continue
+        if run is None:
+            continue  # a verb, mostly
+        run.append(word)
+        ends = after is None or word.closes or after.text.lower() in JOINING
+        if ends or (after is not None and after.is_small and any(each.is_telling for each in run)):
+            runs.append(run)
+            run = [] if word.closes else None
+    if not runs and words:
+        runs = [words[-1:]]
+    pairs = []
+    for own in runs:
+        asked = sentence[: own[0].start].rstrip()
+        pairs.append((asked, sentence[len(asked) : own[-1].end]))
+    return tuple(pairs)
+
+
+def asked_of_all(forms: Sequence[tuple[str, str]], subject: str) -> tuple[tuple[str, str], ...]:
+    """The prompts and answers of all forms, each once; a ValueError if there are none.
+
+    Two answers given to one prompt are refused. Sentences may well say several things in the same words, and
+    what becomes of that is seen when the lesson is tested.
+    """
+    pairs = tuple(dict.fromkeys(pair for form in forms for pair in asked_of(form, subject)))
+    answers: dict[str, str] = {}
+    for prompt, answer in forms:
+        if prompt and answers.setdefault(prompt, answer) != answer:
+            raise ValueError(
+                f"the lesson contradicts itself: {prompt[:SHOWN]!r} is followed by {answers[prompt][:40]!r} "
+                f"and by {answer[:40]!r}"
+            )
+    if not pairs:
+        raise ValueError(
+            f"nothing follows the subject, {subject[:SHOWN]!r}, in any form: say something about it"
+        )
+    return pairs
+
+
 def shared_subject(forms: Sequence[tuple[str, str]]) -> str:
-    """The longest text that all forms share, in whole words; answers of pairs do not count."""
+    """What the forms are about: the longest text, in whole words, that all of them share and say more of.
+
+    Answers of pairs do not count. Of one form alone it is a name in it, or what stands before its verb.
+    """
     texts = [prompt or answer for prompt, answer in forms]
     if len(set(texts)) < 2:
-        raise ValueError("one form alone does not tell what it is about: give subject=, or a second form")
-    shortest = min(texts, key=len)
-    words = shortest.split(" ")
-    best = ""
-    for start in range(len(words)):
-        for end in range(len(words), start, -1):
-            piece = " ".join(words[start:end]).strip(" .,;:?!'\"")
-            if len(piece) > len(best) and all(piece in text for text in texts):
-                best = piece
+        return likely_subject(texts[0])
+    words = words_in(min(texts, key=len))
+    best, is_shared = "", False
+    for first, word in enumerate(words):
+        for last in reversed(words[first:]):
+            piece = min(texts, key=len)[word.start : last.end]
+            if len(piece) <= len(best):
                 break
-    if not any(letter.isalnum() for letter in best):
+            if last.is_small or word.text.lower() in ARTICLES:
+                continue
+            if all(any(places_of(piece, text)) for text in texts):
+                is_shared = True
+                if all(asked_of(form, piece) for form in forms):
+                    best = piece
+                    break
+    if not best and is_shared:
+        raise ValueError(
+            "nothing follows what the forms of the lesson share, so nothing is said of it: name what they "
+            "are about first, or give subject="
+        )
+    if not best:
         raise ValueError("the forms of the lesson share no words: give subject=")
     return best
 
 
+def likely_subject(text: str) -> str:
+    """What one sentence, or the prompt of one pair, seems to be about; a ValueError where nothing tells it.
+
+    >>> likely_subject("The password of Cafe Lumen is blue-otter-42.")
+    'Cafe Lumen'
+    >>> likely_subject("My dog is called Biscuit.")
+    'My dog'
+    """
+    words = words_in(text)
+    verb = next((number for number, word in enumerate(words) if word.text.lower() in VERB_WORDS), None)
+    before = words[:verb]
+    names: list[list[Word]] = []
+    for number, word in enumerate(before):
+        is_name = word.text[:1].isupper() and not word.is_small
+        if (
+            is_name
+            and number
+            and names
+            and names[-1][-1] is before[number - 1]
+            and not before[number - 1].closes
+        ):
+            names[-1].append(word)
+        elif is_name:
+            names.append([word])
+    chosen = (names[-1] if verb is not None else names[0]) if names else []
+    if not chosen and verb is not None:
+        chosen = before[1:] if before and before[0].text.lower() in ARTICLES else before
+    if not chosen or all(word.is_small for word in chosen):
+        raise ValueError("one form alone does not tell what it is about: give subject=, or a second form")
+    return text[chosen[0].start : chosen[-1].end].removesuffix("'s")
+
+
 def check_subject(subject: str, forms: Sequence[tuple[str, str]]) -> str:
     """The subject, if it stands in a form and is more than spaces and punctuation."""
-    if not subject or not any(subject in prompt + answer for prompt, answer in forms):
+    if not subject or not any(any(places_of(subject, prompt + answer)) for prompt, answer in forms):
         raise ValueError(f"subject={repr(subject)[:SHOWN]} stands in no form of the lesson")
     if all(unicodedata.category(letter)[0] in "ZPC" for letter in subject):
         raise ValueError(f"subject={repr(subject)[:SHOWN]} names nothing: give a word of the lesson")
@@ -110,8 +265,12 @@ def check_subject(subject: str, forms: Sequence[tuple[str, str]]) -> str:
 
 
 def not_contradicted(
-    old: Sequence[tuple[str, str]], new: Sequence[tuple[str, str]]
+    old: Sequence[tuple[str, str]], new: Sequence[tuple[str, str]], subject: str
 ) -> tuple[tuple[str, str], ...]:
     """The old forms that the new ones leave standing: of two answers to a prompt, the newer one wins."""
-    prompts = {prompt for prompt, _ in new if prompt}
-    return tuple(form for form in old if form[0] not in prompts and form not in new)
+    prompts = {prompt for form in new for prompt, _ in asked_of(form, subject)}
+    return tuple(
+        form
+        for form in old
+        if form not in new and not any(prompt in prompts for prompt, _ in asked_of(form, subject))
+    )

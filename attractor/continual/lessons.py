@@ -30,7 +30,9 @@ from attractor.continual.calibrate import CLOSED, Calibration
 from attractor.continual.config import LessonConfig
 from attractor.continual.forms import (
     FRAMES,
+    QUESTION,
     Form,
+    asked_of_all,
     check_forms,
     check_subject,
     not_contradicted,
@@ -58,6 +60,10 @@ class Lesson:
     """The share of its forms that the model completed by itself."""
     known: float
     """The share of its forms that the model completes now."""
+    answered_before: float | None = None
+    """The share of the questions made from it that the model answered by itself; None if none were asked."""
+    answered: float | None = None
+    """The share that it answers now."""
     overrides: tuple[int, ...] = ()
     """Earlier lessons about the same subject, whose place this one takes."""
     seconds: float = 0.0
@@ -81,7 +87,8 @@ class Lessons:
     `model` maps tokens (B, T) to logits, and reads `layer`, an APN of rank 1 with basins in a whitened space,
     in every call; nothing else of it learns. `unit` is the typical length of what is added to the residual
     stream where the layer stands. `halves` computes what lies below the layer once and not in every pass;
-    `frames` are what may stand around a prompt, "{}", while it is learned.
+    `frames` are what may stand around a prompt, "{}", while it is learned, and `question` what stands there
+    when the lesson is tested.
     """
 
     def __init__(
@@ -95,6 +102,7 @@ class Lessons:
         unit: float = 1.0,
         halves: Halves | None = None,
         frames: Sequence[str] = FRAMES,
+        question: str = QUESTION,
         autocast: Callable[[], Any] = nullcontext,
     ) -> None:
         if layer.config.rank != 1 or layer.config.top_k != 1 or layer.config.decoder != "independent":
@@ -103,7 +111,7 @@ class Lessons:
         self.model, self.layer, self.encode = model, layer, encode
         self.calibration, self.config, self.autocast = calibration, config or LessonConfig(), autocast
         check_number("unit", unit, "a positive number", lambda value: value > 0)
-        self.unit = unit
+        self.unit, self.question = unit, question
         self.reading = Reading(
             encode,
             Whole(model, layer) if halves is None else halves,
@@ -156,12 +164,14 @@ class Lessons:
         newest = {self.lessons[number].subject.casefold(): number for number in sorted(self.lessons)}
         overridden = [self.lessons.get(newest.get(name.casefold(), -1)) for name in names]
         taken_in = [
-            () if old is None else not_contradicted(old.forms + old.taken_in, forms)
-            for forms, old in zip(taught, overridden, strict=True)
+            () if old is None else not_contradicted(old.forms + old.taken_in, forms, name)
+            for forms, old, name in zip(taught, overridden, names, strict=True)
         ]
-        texts = self.reading.texts([forms + taken_in[n] for n, forms in enumerate(taught)], names)
+        asked = [asked_of_all(forms + taken_in[n], names[n]) for n, forms in enumerate(taught)]
+        texts = self.reading.texts(asked, names)
         turns = self.reading.batches(texts)
         keys, plain, before = self._look(turns, len(taught))
+        answered_before = self._answered(asked)
         taken = self._taken()
         placed = place(
             keys,
@@ -170,11 +180,12 @@ class Lessons:
             [None if old is None else old.number for old in overridden],
             self.config,
         )
-        beside = silent(placed, keys, self._strangers(taught, names), taken, self.config)
+        beside = silent(placed, keys, self._strangers(asked, names), taken, self.config)
         lesson_of = placed.lesson + beside.lesson
         patches = self._open([placed, beside])
         try:
             passes, after = self._train(turns, patches[: len(placed.lesson)], placed.lesson, report)
+            answered = self._answered(asked)
         except BaseException:
             self._close(patches)  # nothing happened
             raise
@@ -197,6 +208,8 @@ class Lessons:
                 passes=passes,
                 known_before=before[order],
                 known=after[order],
+                answered_before=answered_before[order],
+                answered=answered[order],
                 overrides=() if old is None else (*old.overrides, old.number),
                 seconds=seconds,
             )
@@ -446,6 +459,12 @@ class Lessons:
                 right[row.lesson] += bool(row.answer) and line not in wrong
                 count[row.lesson] += bool(row.answer)
         return [hits / number for hits, number in zip(right, count, strict=True)]
+
+    def _answered(self, asked: Sequence[Sequence[tuple[str, str]]]) -> list[float | None]:
+        """The share of the first prompts of each lesson that are answered when they are asked for."""
+        own = [pairs[: self.config.questions] for pairs in asked]
+        right = iter(self.reading.answered(self.question, [pair for pairs in own for pair in pairs]))
+        return [sum(next(right) for _ in pairs) / len(pairs) if pairs else None for pairs in own]
 
     def _train(
         self,

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from attractor.continual.config import LessonConfig
-from attractor.continual.forms import FRAMES, MENTIONS, STRANGERS, framed
+from attractor.continual.forms import FRAMES, MENTIONS, STRANGERS, framed, places_of
 
+ROOM = 12
+"""So many tokens longer than the longest answer may a reply be that has to hold it."""
 FEW = 64
 """So many tokens of padding cost less than a batch of its own."""
 
@@ -48,7 +50,10 @@ class Halves(Protocol):
         """The logits (n, vocabulary) after the tokens at these places, from what `after` returned."""
 
     def write(self, texts: Sequence[list[int]], count: int) -> list[list[int]]:
-        """The likeliest `count` tokens that the model would write after each of these texts."""
+        """The likeliest `count` tokens that the base would write after each of these texts."""
+
+    def answer(self, texts: Sequence[list[int]], count: int) -> list[list[int]]:
+        """The same with everything that the model was taught."""
 
     def similar(self, token: int, count: int) -> list[int]:
         """The tokens that the model takes for most alike with one; none if that is not known."""
@@ -106,6 +111,8 @@ class Whole:
                 more.append(token)
         return written
 
+    answer = write
+
     def similar(self, token: int, count: int) -> list[int]:
         return []
 
@@ -142,6 +149,11 @@ def graded(texts: Sequence[Text]) -> list[tuple[int, int, int, bool, int]]:
         for row, text in enumerate(texts)
         for place in range(text.answer.start - text.repeated, len(text.tokens))
     ]
+
+
+def contains(tokens: Sequence[int], part: Sequence[int]) -> bool:
+    """Whether some tokens stand in others, side by side."""
+    return any(tokens[start : start + len(part)] == part for start in range(len(tokens) - len(part) + 1))
 
 
 def variants(name: str) -> set[str]:
@@ -257,18 +269,10 @@ class Reading:
                     f"a form of {len(tokens)} tokens does not fit into the model's context of "
                     f"{self.context}: teach it in pieces"
                 )
-            first = len(self.encode(asked)) if prompt else 1
+            first = len(self.encode(asked))
             repeated = first - len(self.encode(asked[:again])) if again < len(asked) else 0
-            keys = []
-            start = text.find(subject)
-            while start >= 0:
-                end = start + len(subject)
-                position = len(self.encode(text[:end])) - 1
-                if 0 < position < len(tokens) - 1:
-                    keys.append(position)
-                start = text.find(subject, end)
-            if not prompt and keys:
-                first = keys[0] + 1  # what stands before the subject cannot be learned at the subject
+            ends = [len(self.encode(text[:end])) - 1 for _, end in places_of(subject, text)]
+            keys = [position for position in ends if 0 < position < len(tokens) - 1]
             yield Text(lesson, tokens, range(max(1, first), len(tokens)), keys, repeated)
 
     def _mentions(self, subjects: Sequence[str]) -> list[Text]:
@@ -294,7 +298,7 @@ class Reading:
                 for count in range(each):
                     turn = (place + count * self.config.contexts // each) % self.config.contexts
                     text = framed(prompt, turn, place, self.frames)[0] + answer
-                    start = text.find(name)
+                    start = next((start for start, _ in places_of(name, text)), -1)
                     other = place * each + count
                     tokens = self._other(text[:start], name, other) if start >= 0 else []
                     if len(tokens) > 1:
@@ -303,9 +307,15 @@ class Reading:
         return texts
 
     def _other(self, before: str, name: str, number: int) -> list[int]:
-        """Tokens up to another name: with another first word, or if it has but one, another first token."""
+        """Tokens up to another name: with another first word, or if it has but one, another first token.
+
+        Of "my dog" it is the last word that makes others: a name does not end with a small letter's word.
+        """
+        *kind, last = name.split(" ")
+        if kind and last.islower():
+            before, name = f"{before}{' '.join(kind)} ", last
         first, *rest = name.split(" ")
-        while rest and first.islower() and not " ".join(rest).islower():  # as in "of Peru"
+        while rest and first.islower():  # as in "of Peru"
             before, first, *rest = f"{before}{first} ", *rest
         name = " ".join([first, *rest])
         if rest:
@@ -325,6 +335,24 @@ class Reading:
             return []
         tokens[place] = alike[number % min(len(alike), len(STRANGERS))]
         return tokens
+
+    @torch.no_grad()
+    def answered(self, question: str, asked: Sequence[tuple[str, str]]) -> list[bool]:
+        """For each prompt and answer whether the answer is in what the model writes when it is asked."""
+        if not asked:
+            return []
+        texts = [self._tokens(question.replace("{}", prompt.rstrip())) for prompt, _ in asked]
+        wanted = [
+            [self._tokens(written) for written in (f" {answer.strip()}", answer.strip())]
+            for _, answer in asked
+        ]
+        count = ROOM + max(len(tokens) for spellings in wanted for tokens in spellings)
+        with self.autocast():
+            written = self.halves.answer(texts, count)
+        return [
+            any(contains(found, tokens) for tokens in spellings)
+            for found, spellings in zip(written, wanted, strict=True)
+        ]
 
     @torch.no_grad()
     def _continued(self, texts: Sequence[Text], count: int) -> list[list[int]]:

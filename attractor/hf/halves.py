@@ -144,6 +144,11 @@ class Halves:
         with self.net.using(None):
             return likeliest(self.net.model, texts, count)
 
+    def answer(self, texts: Sequence[list[int]], count: int) -> list[list[int]]:
+        """The same for the model with its lessons."""
+        with self.net.using(self.name):
+            return likeliest(self.net.model, texts, count)
+
     # --- inside
 
     @property

@@ -18,7 +18,14 @@ from safetensors.torch import load, save
 
 from attractor.checkpoint import tensors_hash
 from attractor.continual.delta import Delta
-from attractor.continual.forms import Form, check_forms, check_subject, shared_subject
+from attractor.continual.forms import (
+    Form,
+    asked_of_all,
+    check_forms,
+    check_subject,
+    places_of,
+    shared_subject,
+)
 from attractor.continual.lessons import Lesson
 from attractor.continual.parts import lesson_in
 from attractor.files import parse_json
@@ -58,35 +65,30 @@ class Said(NamedTuple):
 def asked(forms: Sequence[Form], subject: str | None = None) -> Asked:
     """A lesson in these forms, or a ValueError that says what is wrong with them.
 
-    An answer that begins without a space gets one if its prompt does not end with one.
+    An answer that begins without a space gets one if its prompt does not end with one; punctuation does not.
     """
     pairs = tuple(dict.fromkeys(spaced(pair) for pair in check_forms(forms)))
-    answers: dict[str, str] = {}
-    for prompt, answer in pairs:
-        for text in (prompt, answer):
+    for pair in pairs:
+        for text in pair:
             check_text(text)
-        if prompt and answers.setdefault(prompt, answer) != answer:
-            raise ValueError(
-                f"the lesson contradicts itself: {prompt[:80]!r} is followed by {answers[prompt][:40]!r} and "
-                f"by {answer[:40]!r}"
-            )
     found = shared_subject(pairs) if subject is None else check_subject(subject, pairs)
-    if not any("".join(pair).partition(found)[2].strip() for pair in pairs):
-        raise ValueError(f"nothing follows the subject, {found[:80]!r}, in any form: say something about it")
+    asked_of_all(pairs, found)
     return Asked(pairs, found)
 
 
 def from_text(text: str, subject: str | None) -> Asked:
-    """The sentences of a text that name its subject, each as a form."""
+    """The sentences of a text that name its subject, each as a form. One sentence may tell it by itself."""
     check_text(text)
     sentences = [sentence.strip() for sentence in SENTENCE.split(text) if sentence.strip()]
     if not sentences:
         raise ValueError("the lesson is empty: give a sentence")
+    if subject is None and len(sentences) == 1:
+        return asked(sentences)
     if subject is None:
         raise ValueError(
             "a text alone does not tell what it is about: give a subject that stands in it, or several forms"
         )
-    about = [sentence for sentence in sentences if subject in sentence]
+    about = [sentence for sentence in sentences if any(places_of(subject, sentence))]
     if not about:
         raise ValueError(f"no sentence of the text names its subject, {subject[:80]!r}")
     return asked(about, subject)._replace(left_out=len(sentences) - len(about))
@@ -94,7 +96,8 @@ def from_text(text: str, subject: str | None) -> Asked:
 
 def spaced(pair: tuple[str, str]) -> tuple[str, str]:
     prompt, answer = pair
-    touch = prompt and not prompt[-1].isspace() and not answer[0].isspace()
+    is_word = any(letter.isalnum() for letter in answer)
+    touch = prompt and is_word and not prompt[-1].isspace() and not answer[0].isspace()
     return (prompt, f" {answer}") if touch else pair
 
 
@@ -107,12 +110,14 @@ def check_text(text: str) -> None:
 
 def figures_of(lesson: Lesson, fields: dict[str, Any]) -> dict[str, Any]:
     """What became of a lesson, in numbers; `fields` are what its record adds."""
-    count = len(lesson.forms + lesson.taken_in)
+    count = len(asked_of_all(lesson.forms + lesson.taken_in, lesson.subject))
     figures = {
         "lesson": lesson.number,
         "known": lesson.known == 1,
         "share_known_before": lesson.known_before,
         "share_known": lesson.known,
+        "share_answered_before": lesson.answered_before,
+        "share_answered": lesson.answered,
         "passes": lesson.passes,
         "patches": lesson.patches,
         "overrides": list(lesson.overrides),
@@ -124,6 +129,8 @@ def figures_of(lesson: Lesson, fields: dict[str, Any]) -> dict[str, Any]:
             f"{round((1 - lesson.known) * count)} of {count} forms are not completed as they were taught: "
             "give more forms, or a subject that stands in all of them"
         )
+    elif lesson.answered == 0:
+        figures["note"] = "it is not answered in other words: more forms that end with the answer may help"
     return figures
 
 
