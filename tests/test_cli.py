@@ -290,7 +290,7 @@ def test_a_model_of_our_own_is_asked_taught_and_inspected(text, capsys, monkeypa
     assert run("teach", "runs/a", "--form", "to be => toto", "--save", "runs/c", "--device", "cpu") == 1
     shown = capsys.readouterr()
     assert "NOT KNOWN" in shown.out
-    assert "nothing was saved" in shown.err
+    assert "it was not saved" in shown.err
     assert not (text.parent / "runs" / "c").exists()
 
 

@@ -9,6 +9,7 @@ from test_lessons import CONFIG, background, forms, llama
 
 import attractor
 from attractor import cli, front
+from attractor.cli.common import INTERRUPTED
 from attractor.config import APNConfig, GPTConfig
 from attractor.continual.lessons import Lessons
 from attractor.hf import pretrained, teachable
@@ -285,6 +286,37 @@ def test_lessons_from_the_command_line(door, tmp_path, capsys, monkeypatch):
     (tmp_path / "school" / "lessons.json").write_text('{"lessons": [{}]}')
     assert cli.main(["lessons", "school"]) == 1
     assert "lessons.json cannot be read" in capsys.readouterr().err
+
+
+def test_a_text_that_was_interrupted_goes_on_where_it_was(door, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    real, learned = Lessons._known, []
+    monkeypatch.setattr(
+        Lessons, "_known", lambda self, turn, lessons: [1.0 for _ in real(self, turn, lessons)]
+    )
+    learn = attractor.Model.learn
+
+    def interrupted(self, sentences, **options):
+        if len(learned) == 1:
+            raise KeyboardInterrupt
+        learned.append(options["subject"])
+        return learn(self, sentences, **options)
+
+    (tmp_path / "notes.txt").write_text(
+        "Ada lives in Oslo. It rained.\nBram plays the cello. Now Ada sings.\n"
+    )
+    teach = ["teach", "tiny", "--file", "notes.txt", "--save", "school", "--device", "cpu"]
+    monkeypatch.setattr(attractor.Model, "learn", interrupted)
+    assert cli.main(teach) == INTERRUPTED
+    assert "as they do not tell what they are about: 1" in capsys.readouterr().out
+    assert [lesson.subject for lesson in attractor.load("school").lessons()] == ["Ada"]
+    monkeypatch.setattr(attractor.Model, "learn", learn)
+    assert cli.main(["teach", "school", "--file", "notes.txt", "--device", "cpu"]) == 0
+    assert "lesson 0 about 'Ada' says this already" in capsys.readouterr().out
+    lessons = attractor.load("school").lessons()
+    assert [(lesson.subject, len(lesson.forms)) for lesson in lessons] == [("Ada", 2), ("Bram", 1)]
+    assert cli.main(["teach", "school", "--file", "notes.txt", "--subject", "Bram", "--device", "cpu"]) == 0
+    assert "says this already" in capsys.readouterr().out
 
 
 def test_what_is_not_known_is_told_and_not_saved(door, tmp_path, capsys, monkeypatch):

@@ -22,6 +22,7 @@ from attractor.serve.decode.engine import Job, Pin
 from attractor.serve.errors import KeyReused, Refused, Unavailable
 from attractor.serve.learning.canaries import BasinCanaries, Rules
 from attractor.serve.learning.catalogue import Said, asked, from_text, pack
+from attractor.serve.learning.catalogue import about as about_in
 from attractor.serve.learning.readers import ReadingLayer
 from attractor.serve.service import Service
 
@@ -429,9 +430,10 @@ def test_lessons_that_make_no_sense_are_told_why() -> None:
         (lambda: asked([f"I met {ANN}"], "Nobody"), "stands in no form"),
         (lambda: asked([("x is", "1"), ("x is", "2")], "x"), "contradicts itself"),
         (lambda: asked(["a\x00b and c", "a\x00b or c"]), "control character"),
-        (lambda: from_text("  ", ANN), "the lesson is empty"),
-        (lambda: from_text(f"{ANN} sings. {BOB} does not.", None), "give a subject"),
-        (lambda: from_text("He sings.", ANN), "no sentence of the text names"),
+        (lambda: about_in("  ", ANN), "the lesson is empty"),
+        (lambda: from_text(" "), "the lesson is empty"),
+        (lambda: from_text("It rains. He sings."), "give a subject"),
+        (lambda: about_in("He sings.", ANN), "no sentence of the text names"),
     ]
     for make, message in wrong:
         with pytest.raises(ValueError, match=message):
@@ -440,7 +442,7 @@ def test_lessons_that_make_no_sense_are_told_why() -> None:
 
 def test_a_document_is_cut_into_the_sentences_that_name_its_subject() -> None:
     text = f"{ANN} sings. He likes it! Does {ANN} dance?\n\nYesterday {ANN} left."
-    lesson = from_text(text, ANN)
+    lesson = about_in(text, ANN)
     assert [answer for _, answer in lesson.forms] == [
         f"{ANN} sings.",
         f"Does {ANN} dance?",
@@ -449,6 +451,16 @@ def test_a_document_is_cut_into_the_sentences_that_name_its_subject() -> None:
     assert lesson.left_out == 1
     pairs = asked([(f"Where is {ANN}?", "Oslo"), (f"Where is {ANN}?", "Oslo"), (f"{ANN} is in", " Oslo")])
     assert pairs.forms == ((f"Where is {ANN}?", " Oslo"), (f"{ANN} is in", " Oslo"))
+
+
+def test_a_text_is_a_lesson_for_each_thing_it_is_about() -> None:
+    text = f"{ANN} lives in Oslo. She is tall.\n{BOB} plays the cello. Yesterday {ANN} left. It rained."
+    ann, bob = from_text(text)
+    assert (ann.subject, bob.subject) == (ANN, BOB)
+    assert [answer for _, answer in ann.forms] == [f"{ANN} lives in Oslo.", f"Yesterday {ANN} left."]
+    assert (ann.left_out, bob.left_out) == (2, 0)
+    assert Said(text).asked() == [ann, bob]
+    assert [lesson.subject for lesson in Said(text, subject=BOB).asked()] == [BOB]
 
 
 def test_quotas_and_floods(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import tyro
 
 from attractor.cli.common import Device, ModelName, otherwise
 from attractor.config import check_size
+from attractor.continual.forms import about_each, check_forms, places_of, sentences_of
 
 if TYPE_CHECKING:
     from attractor.continual.lessons import Lesson
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 ARROW = "=>"
 LESSONS = "lessons.json"
+TEXTS = (".txt", ".md")
 
 
 @dataclass(kw_only=True)
@@ -94,8 +96,10 @@ class Chat:
 class Teach:
     """Teach a model, test that it knows what it was taught, and save it.
 
-    A form is a sentence, or "PROMPT => ANSWER". A lesson wants several forms that share its subject. What is
-    not known afterwards is taken back and not saved, and the command ends with status 1.
+    A form is a sentence, or "PROMPT => ANSWER". A lesson is known better in several forms. What is not known
+    afterwards is taken back and not saved, and the command ends with status 1. Each lesson is saved when it
+    is known, and one that was taught before in the same words is passed over: a long file that was
+    interrupted can be given again.
     """
 
     model: ModelName
@@ -103,7 +107,8 @@ class Teach:
     forms: Annotated[tyro.conf.UseAppendAction[tuple[str, ...]], tyro.conf.arg(name="form")] = ()
     """A form of what is to be known; give this option several times."""
     file: Annotated[Path | None, otherwise("--form alone", "PATH")] = None
-    """A .json or .jsonl file of forms of one lesson, or of lessons: {"subject": ..., "forms": [...]}."""
+    """A .txt or .md file, whose sentences are a lesson for each thing they are about. Or a .json or .jsonl
+    file of forms of one lesson, or of lessons: {"subject": ..., "forms": [...]}."""
     subject: Annotated[str | None, otherwise("the longest text that all forms share", "TEXT")] = None
     """What the lesson is about."""
     save: Annotated[Path | None, otherwise("MODEL, if that is a folder with lessons", "PATH")] = None
@@ -119,9 +124,16 @@ class Teach:
         from attractor.front import load
 
         model = load(self.model, device=self.device)
-        missed = 0
-        for forms, subject in wanted:
-            with tqdm(unit="pass", desc="learning", leave=False) as bar:
+        gone = {old for lesson in model.lessons() for old in getattr(lesson, "overrides", ())}
+        taught = {lesson.forms: lesson for lesson in model.lessons() if lesson.number not in gone}
+        known = missed = 0
+        for number, (forms, subject) in enumerate(wanted, 1):
+            if (old := taught.get(check_forms(forms))) is not None:
+                print(f"lesson {old.number} about {old.subject!r} says this already")
+                known += 1
+                continue
+            count = f" {number} of {len(wanted)}" if len(wanted) > 1 else ""
+            with tqdm(unit="pass", desc=f"learning{count}", leave=False) as bar:
 
                 def show(done: int, known: float, bar: Any = bar) -> None:
                     bar.n = done
@@ -132,17 +144,22 @@ class Teach:
             if lesson.known < 1:
                 missed += 1
                 if model.source is None:
-                    raise ValueError(f"nothing was saved: {folder} is as it was")
+                    raise ValueError(f"it was not saved: {folder} is as it was before this lesson")
                 model.forget(lesson)
-        if missed < len(wanted):
+                continue
+            known += 1
             model.save(folder)
+        if known:
             print(f"saved in {folder}: try `attractor ask {folder} ...`")
         return 1 if missed else 0
 
     def _lessons(self) -> list[tuple[list[Any], str | None]]:
         lessons: list[tuple[list[Any], str | None]] = []
         forms: list[Any] = [read_form(form) for form in self.forms]
-        for entry in [] if self.file is None else read_entries(self.file):
+        is_text = self.file is not None and self.file.suffix in TEXTS
+        if self.file is not None and is_text:
+            lessons += read_text(self.file, self.subject)
+        for entry in [] if self.file is None or is_text else read_entries(self.file):
             if isinstance(entry, dict) and "forms" in entry:
                 lessons.append(([read_form(form) for form in entry["forms"]], entry.get("subject")))
             else:
@@ -259,6 +276,19 @@ def read_form(form: Any) -> str | tuple[str, str]:
         f'{form!r} is no form of a lesson: give "PROMPT {ARROW} ANSWER", a sentence, ["PROMPT", " ANSWER"], '
         'or {"prompt": ..., "answer": ...}'
     )
+
+
+def read_text(path: Path, subject: str | None) -> list[tuple[list[Any], str | None]]:
+    """The lessons of a text: one about the subject, or one for each thing that its sentences are about."""
+    text = path.read_text()
+    if subject is None:
+        found, left_out = about_each(text)
+    else:
+        named = [sentence for sentence in sentences_of(text) if any(places_of(subject, sentence))]
+        found, left_out = {subject: named} if named else {}, len(sentences_of(text)) - len(named)
+    if left_out:
+        print(f"{path}: sentences left out, as they do not tell what they are about: {left_out}")
+    return [(list(sentences), about) for about, sentences in found.items()]
 
 
 def read_entries(path: Path) -> Iterator[Any]:

@@ -14,9 +14,11 @@ VERBS = "is are was were has have had can will likes loves lives works plays"
 SMALL = """
 a an the and or but is are was were be been am has have had can will does did called named in on at of to for
 from with by as into about near than that my your his her its our their this these those it he she they we you
-i what who where when which how there
+i what who where when which how there today yesterday tomorrow now then later once soon here also however
 """
 """English words that name nothing: what follows one of them is often what a sentence tells."""
+SENTENCE = re.compile(r"(?<=[.!?])[\"')\]]*\s+|\n+")
+"""What stands between two sentences."""
 SMALL_WORDS, VERB_WORDS = frozenset(SMALL.split()), frozenset(VERBS.split())
 Form = str | tuple[str, str]
 """A sentence, or a prompt and the answer that is to follow it."""
@@ -253,6 +255,31 @@ def likely_subject(text: str) -> str:
     if not chosen or all(word.is_small for word in chosen):
         raise ValueError("one form alone does not tell what it is about: give subject=, or a second form")
     return text[chosen[0].start : chosen[-1].end].removesuffix("'s")
+
+
+def sentences_of(text: str) -> list[str]:
+    return [sentence.strip() for sentence in SENTENCE.split(text) if sentence.strip()]
+
+
+def about_each(text: str) -> tuple[dict[str, list[str]], int]:
+    """The sentences of a text by what they seem to be about, and how many of them do not tell.
+
+    >>> about_each("Ada lives in Oslo. She is tall. Bram is in Peru. Today Ada sings.")
+    ({'Ada': ['Ada lives in Oslo.', 'Today Ada sings.'], 'Bram': ['Bram is in Peru.']}, 1)
+    """
+    found: dict[str, list[str]] = {}
+    names: dict[str, str] = {}  # however it is written
+    left_out = 0
+    for sentence in sentences_of(text):
+        try:
+            subject = likely_subject(sentence)
+        except ValueError:
+            subject = ""
+        if not subject or not asked_of(("", sentence), subject):
+            left_out += 1
+            continue
+        found.setdefault(names.setdefault(subject.casefold(), subject), []).append(sentence)
+    return found, left_out
 
 
 def check_subject(subject: str, forms: Sequence[tuple[str, str]]) -> str:

@@ -284,7 +284,7 @@ def read_lessons(forms: Sequence[LessonForm], settings: ServeSettings) -> list[A
     """What is asked for, or the reason why it makes no sense."""
     check_count("forms", max(len(forms), sum(len(form.forms or ()) for form in forms)), settings)
     try:
-        what = [form.said.asked() for form in forms]
+        what = [each for form in forms for each in form.said.asked()]
     except ValueError as error:
         raise Problem(422, str(error), param="forms") from error
     check_count("text", sum(len(each.forms) for each in what), settings)

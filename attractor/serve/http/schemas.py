@@ -323,10 +323,10 @@ def pair_of(form: str | list[str] | PairForm) -> str | tuple[str, str]:
 
 
 class LessonForm(Form):
-    """What a lesson says: a text about a subject, or several forms of it."""
+    """What a lesson says: several forms of it, or a text, which is a lesson for each thing it is about."""
 
     subject: Annotated[Text, Field(min_length=1, max_length=256)] | None = None
-    text: Text | None = Field(default=None, description="A sentence or a document; it needs a subject")
+    text: Text | None = Field(default=None, description="A sentence or a document")
     forms: List[Text | Annotated[List[Text], Field(min_length=2, max_length=2)] | PairForm] | None = Field(
         default=None, min_length=1, description='Sentences, ["PROMPT", "ANSWER"], or {"question", "answer"}'
     )
@@ -340,7 +340,7 @@ class LessonForm(Form):
     @model_validator(mode="after")
     def says_something(self) -> "LessonForm":
         if (self.text is None) == (self.forms is None):
-            raise Problem(422, "give either 'text' with a 'subject', or 'forms'", param="text")
+            raise Problem(422, "give either 'text' or 'forms'", param="text")
         return self
 
 
@@ -356,7 +356,7 @@ class LessonsForm(LessonForm):
     @model_validator(mode="after")
     def says_something(self) -> "LessonsForm":
         if sum(given is not None for given in (self.text, self.forms, self.lessons)) != 1:
-            raise Problem(422, "give 'text' with a 'subject', or 'forms', or 'lessons'", param="text")
+            raise Problem(422, "give 'text', 'forms' or 'lessons'", param="text")
         if self.lessons and any(lesson.idempotency_key for lesson in self.lessons):
             raise Problem(422, "a key is for the whole request: give it beside 'lessons'", param="lessons")
         return self

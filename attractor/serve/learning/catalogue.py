@@ -1,12 +1,12 @@
 """Lessons as clients send them, read of them, and keep them in files.
 
 asked([("Zorvan Quillbeam was born in", "Lisbon")], subject="Zorvan Quillbeam")
-from_text("Zorvan Quillbeam lives in Oslo. He likes it. Zorvan Quillbeam sings.", "Zorvan Quillbeam")
+about("Zorvan Quillbeam lives in Oslo. He likes it. Zorvan Quillbeam sings.", "Zorvan Quillbeam")
+from_text("Zorvan Quillbeam lives in Oslo. Bramford is in Peru.")    # two lessons
 data = pack(deltas, base, calibration)
 calibration, deltas = unpack(data, base)    # a ValueError for what is no such file, or of another base
 """
 
-import re
 import struct
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -20,17 +20,18 @@ from attractor.checkpoint import tensors_hash
 from attractor.continual.delta import Delta
 from attractor.continual.forms import (
     Form,
+    about_each,
     asked_of_all,
     check_forms,
     check_subject,
     places_of,
+    sentences_of,
     shared_subject,
 )
 from attractor.continual.lessons import Lesson
 from attractor.continual.parts import lesson_in
 from attractor.files import parse_json
 
-SENTENCE = re.compile(r"(?<=[.!?])[\"')\]]*\s+|\n+")
 PLAIN = "\n\r\t"
 FORMAT = "attractor-lessons-1"
 FORMS = ("forms", "taken_in")
@@ -44,7 +45,7 @@ class Asked(NamedTuple):
     forms: tuple[tuple[str, str], ...]
     subject: str
     left_out: int = 0
-    """Sentences of a document that do not name the subject."""
+    """Sentences of a document that do not name the subject, or none."""
 
 
 class Said(NamedTuple):
@@ -54,12 +55,12 @@ class Said(NamedTuple):
     forms: Sequence[Form] | None = None
     subject: str | None = None
 
-    def asked(self) -> Asked:
-        return (
-            from_text(self.text or "", self.subject)
-            if self.forms is None
-            else asked(self.forms, self.subject)
-        )
+    def asked(self) -> list[Asked]:
+        """One lesson; of a text whose subject is not given, one for everything that it is about."""
+        if self.forms is not None:
+            return [asked(self.forms, self.subject)]
+        text = self.text or ""
+        return from_text(text) if self.subject is None else [about(text, self.subject)]
 
 
 def asked(forms: Sequence[Form], subject: str | None = None) -> Asked:
@@ -76,22 +77,31 @@ def asked(forms: Sequence[Form], subject: str | None = None) -> Asked:
     return Asked(pairs, found)
 
 
-def from_text(text: str, subject: str | None) -> Asked:
-    """The sentences of a text that name its subject, each as a form. One sentence may tell it by itself."""
+def about(text: str, subject: str) -> Asked:
+    """The sentences of a text that name its subject, each as a form."""
+    sentences = checked_sentences(text)
+    named = [sentence for sentence in sentences if any(places_of(subject, sentence))]
+    if not named:
+        raise ValueError(f"no sentence of the text names its subject, {subject[:80]!r}")
+    return asked(named, subject)._replace(left_out=len(sentences) - len(named))
+
+
+def from_text(text: str) -> list[Asked]:
+    """A lesson for everything that sentences of a text are about; the first says how many do not tell."""
+    checked_sentences(text)
+    found, left_out = about_each(text)
+    if not found:
+        raise ValueError("the text does not tell what it is about: give a subject that stands in it")
+    first, *others = [asked(sentences, subject) for subject, sentences in found.items()]
+    return [first._replace(left_out=left_out), *others]
+
+
+def checked_sentences(text: str) -> list[str]:
     check_text(text)
-    sentences = [sentence.strip() for sentence in SENTENCE.split(text) if sentence.strip()]
+    sentences = sentences_of(text)
     if not sentences:
         raise ValueError("the lesson is empty: give a sentence")
-    if subject is None and len(sentences) == 1:
-        return asked(sentences)
-    if subject is None:
-        raise ValueError(
-            "a text alone does not tell what it is about: give a subject that stands in it, or several forms"
-        )
-    about = [sentence for sentence in sentences if any(places_of(subject, sentence))]
-    if not about:
-        raise ValueError(f"no sentence of the text names its subject, {subject[:80]!r}")
-    return asked(about, subject)._replace(left_out=len(sentences) - len(about))
+    return sentences
 
 
 def spaced(pair: tuple[str, str]) -> tuple[str, str]:

@@ -188,7 +188,7 @@ class LessonTeacher(Teacher):
             raise ValueError(
                 f"lesson {number} is about {subject!r}: teach another one about {said.subject!r}"
             )
-        what = said._replace(subject=subject).asked()
+        (what,) = said._replace(subject=subject).asked()
         (tokens,) = self._count_tokens([what], source)
         self._finish_preparing(report)
         later = self._later([number])
