@@ -24,6 +24,7 @@ from attractor.continual.forms import FRAMES, Form, check_forms, check_subject, 
 from attractor.continual.guarded import GuardedLearner
 from attractor.continual.learner import OnlineLearner
 from attractor.continual.lessons import Lesson, Lessons
+from attractor.continual.update import NO_PATCHES
 from attractor.data import IGNORED
 from attractor.distributed import parse_device
 from attractor.evaluate import evaluate
@@ -336,10 +337,7 @@ class Model:
                     "or GuardedLearner.observe teaches it"
                 )
             if not self.model.apn_layers():
-                raise ValueError(
-                    "this model has no APN layers, so there are no patches that could learn: train one that "
-                    "has (`attractor train tiny_apn`), or teach a pretrained model (`smollm2-135m`)"
-                )
+                raise ValueError(NO_PATCHES)
             if self.folder is not None and (self.folder / "learner.json").is_file():
                 self.learner = OnlineLearner.load(self.folder, model=self.model, device=self.device)
                 self.learner.tokenizer = self.tokenizer
@@ -410,7 +408,7 @@ def base_of(folder: Path) -> str:
     from attractor.hf.files import loaded_from
 
     found = loaded_from(folder)
-    if found is None:  # `attractor retrofit` told it before the layers themselves did
+    if found is None:  # an earlier release wrote it beside the layers alone
         found = _field(folder.parent / "summary.json", "model")
     if not isinstance(found, str):
         raise ValueError(

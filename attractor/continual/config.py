@@ -129,7 +129,7 @@ class AllocationConfig(JSONConfig):
                 raise ValueError(f'min_share={self.min_share} needs mode="replace", not {self.mode!r}')
 
 
-def settled(seen: int, horizon: int | None) -> float:
+def rate_factor(seen: int, horizon: int | None) -> float:
     """What a rate is multiplied by after so many tokens, by `LearnConfig.rate_horizon`."""
     return 1.0 if horizon is None else (1 + seen / horizon) ** -0.5
 

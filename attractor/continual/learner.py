@@ -30,7 +30,7 @@ from attractor.config import PrecisionName, check_choice, check_config, check_nu
 from attractor.continual import state as states
 from attractor.continual.allocate import Allocator, Habits
 from attractor.continual.baselines.baseline import check_batch
-from attractor.continual.config import LearnConfig, settled
+from attractor.continual.config import LearnConfig, rate_factor
 from attractor.continual.gates import Surprise, admit
 from attractor.continual.observation import (
     Gathered,
@@ -42,6 +42,7 @@ from attractor.continual.observation import (
 )
 from attractor.continual.prototypes import pull, turn
 from attractor.continual.update import (
+    NO_PATCHES,
     LocalUpdate,
     NotFiniteUpdate,
     Undo,
@@ -99,7 +100,7 @@ class OnlineLearner:
         self.precision = precision
         layers: dict[Any, APN] = dict(model.apn_layers())
         if not layers:
-            raise ValueError("the model has no APN layers; there is nothing that could learn locally")
+            raise ValueError(NO_PATCHES)
         self.update = LocalUpdate(layers, self.config.update, others)
         self.allocator = Allocator(layers, self.config.allocation)
         self.layers = layers
@@ -329,7 +330,7 @@ class OnlineLearner:
                     used = gathered.counts[number].cpu(), usual.cpu()
                     patches = most_specific(patches, *used, self.config.max_patches)
                 taught[number] = patches
-            smaller = settled(token - gathered.tokens, self.config.rate_horizon)
+            smaller = rate_factor(token - gathered.tokens, self.config.rate_horizon)
             with self._gradients(gathered.gradients):
                 changes = self.update.step(
                     taught, gradient_scale=1 / gathered.taught, rate_scale=smaller, undo=undo
