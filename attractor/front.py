@@ -46,7 +46,7 @@ Messages = Sequence[Mapping[str, str]]
 
 
 def load(source: str | Path, *, device: str | None = None, context: int | None = None) -> "Model":
-    """A model to hold in the hand, from whatever this package or Hugging Face writes.
+    """Load a model: one of ours, saved lessons, a retrofit, or a pretrained model of Hugging Face.
 
     `source` is one of these:
 

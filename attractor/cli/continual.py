@@ -63,16 +63,16 @@ class Adapt:
     also: Annotated[tuple[AlsoName, ...], otherwise("nothing", "{embedding,norms}")] = ()
     """With --guard, what else an overlay may change; tokens the base never saw need "embedding"."""
     switch_rate: float = GuardConfig.switch_rate
-    """With --guard, for texts that change in between; instead of pausing paths that hardly count."""
+    """With --guard, for texts that change in between: the share of weights that each token moves back."""
     max_overlays: Annotated[int | None, otherwise("8, or as many as the learner has been given", "INT")] = (
         None
     )
-    """With --guard, how many there may be."""
+    """With --guard, the most overlays."""
     learn: Annotated[LearnConfig, tyro.conf.arg(name="")] = field(default_factory=LearnConfig)
     canary: Annotated[str | None, otherwise("the run's own validation text", "TEXT")] = None
-    """What must not be forgotten: a name or a file."""
+    """A text that must not be forgotten: a name of `attractor data list` or a file."""
     canary_tokens: int = 16_384
-    """How much of it is read each time."""
+    """The tokens of the canary that are read each time."""
     max_tokens: Annotated[int | None, otherwise("all", "INT")] = None
     """The most tokens that are learned of each text, from its start."""
     context: Annotated[int | None, otherwise(f"{CONTEXT}, or that of its overlays", "INT")] = None

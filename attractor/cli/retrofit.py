@@ -29,7 +29,7 @@ class RetrofitModel:
     layers: str = "all"
     """All blocks, their numbers ("0,1,2"), or a pattern ("model.layers.[0-3].mlp")."""
     start: Literal["random", "kmeans"] = "kmeans"
-    """The prototypes to start from: anywhere, or among what the model's own FFNs see of the text."""
+    """The prototypes to start from: random ones, or centres of what the model's FFNs are given."""
     steps: int = 300
     """Training steps."""
     batch_size: int = 8
@@ -37,9 +37,9 @@ class RetrofitModel:
     context: int = 256
     """Tokens of a sequence."""
     learning_rate: float = 1e-2
-    """Patches need a larger one than LoRA or fine-tuning."""
+    """The largest learning rate; patches need a larger one than LoRA or fine-tuning."""
     val_fraction: float = 0.05
-    """The last part of the text: the layers are kept as they were when they predicted it best."""
+    """The share of the text, from its end, that is held out; the layers that predict it best are kept."""
     seed: int = 0
     """The same seed gives the same first weights and the same batches."""
     device: Device = None

@@ -50,7 +50,7 @@ class Delta:
         """What has to be written over `before` to have `after`; both have the same names and types.
 
         Tensors named in `banks` (default: all of them) are compared row by row and may have grown. Others
-        are kept whole where any bit differs, and so is whatever has another shape otherwise.
+        are kept whole where any bit differs, and so is a tensor that has another shape otherwise.
         """
         if before.keys() != after.keys():
             raise ValueError(f"these are not in both: {sorted(before.keys() ^ after.keys())[:4]}")

@@ -186,7 +186,7 @@ class OnlineLearner:
         return seen
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
-        """Learn from one batch (B, T), whatever the budget; returns its loss before. For training loops.
+        """Learn from one batch (B, T) at once, as training loops do; returns its loss before.
 
         Tokens that wait for an update are learned from first. Targets may be data.IGNORED.
         """

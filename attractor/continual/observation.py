@@ -109,7 +109,7 @@ class Totals:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
-        """What `dataclasses.asdict` made, from a file that anybody may have written."""
+        """Read what `dataclasses.asdict` made from a file of unknown origin."""
         counts = ("tokens", "scored", "taught", "updates", "allocations")
         return cls(
             **{name: whole_number(fields[name]) for name in counts},

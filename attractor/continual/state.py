@@ -84,7 +84,7 @@ def fields_of(learner: "OnlineLearner") -> dict[str, Any]:
 
 
 def restore(learner: "OnlineLearner", state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Checked as strictly as a file that anybody may have written deserves; nothing changes before."""
+    """The checks are as strict as a file of unknown origin needs; nothing changes before they pass."""
     own = {k.removeprefix("update."): v for k, v in tensors.items() if k.startswith("update.")}
     if not all(value.isfinite().all() for value in tensors.values()):
         raise ValueError("numbers that are not finite")

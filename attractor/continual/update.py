@@ -66,7 +66,7 @@ class Part(NamedTuple):
 
 @contextmanager
 def all_or_nothing(undo: Undo | None = None) -> Iterator[Undo]:
-    """Whatever is changed inside appends how to take it back; an exception takes everything back.
+    """Every change inside appends how to take it back, and an exception takes all of them back.
 
     With the `undo` of a larger change they become part of it, and are taken back with it.
     """
@@ -221,7 +221,7 @@ def _by_key(parts: Sequence[Part], values: Sequence[Tensor]) -> dict[str, Tensor
 
 
 def _is_all(patches: Tensor, count: int) -> bool:
-    """Tell whether these are all patches, in order: then nothing has to be gathered."""
+    """Return whether these are all patches, in order: then nothing has to be gathered."""
     return len(patches) == count and torch.equal(patches, torch.arange(count, device=patches.device))
 
 

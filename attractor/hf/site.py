@@ -152,7 +152,7 @@ def pass_on(hidden: Tensor) -> Tensor:
 
 
 def _original(module: nn.Module, found: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Asked for at every call: a bound method would be pickled as whatever stands in for it."""
+    """A property, because a bound method would be pickled as what stands in its place at the time."""
     return found if found is not None else partial(type(module).forward, module)
 
 

@@ -33,7 +33,7 @@ def little_shared_memory() -> bool:
 @lru_cache
 def _has_little(device: int) -> bool:
     properties = torch.cuda.get_device_properties(device)
-    # not every build of torch tells the larger figure
+    # not every build of torch knows the larger figure
     most = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
     return most < LITTLE
 

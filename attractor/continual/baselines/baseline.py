@@ -30,7 +30,7 @@ class Options(TypedDict, total=False):
 class Baseline:
     """Learns a model in place, batch by batch. Subclasses override `penalty` and `project_gradients`.
 
-    `train` is "all", "ffn" (of every block, whatever its kind) or a list of the model's parameters; the rest
+    `train` is "all", "ffn" (of every block, of any kind) or a list of the model's parameters; the rest
     is frozen until `finish`. `dropout` says whether the model's dropout is on while it learns.
     """
 
