@@ -67,7 +67,7 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """GPT-2's start, as the dense FFN has it."""
+        """Start with GPT-2's initialisation, as the dense FFN does."""
         for name, values in self.named_parameters():
             values.normal_(std=0.02 / math.sqrt(2 * self.num_layers) if name == "out" else 0.02)
 

@@ -12,14 +12,7 @@ import tyro
 
 from attractor import presets
 from attractor.cli.common import INTERRUPTED, Device, JSONFile, dataset_of, otherwise, progress_bar
-from attractor.config import (
-    DataConfig,
-    GPTConfig,
-    RunConfig,
-    TrainConfig,
-    check_choice,
-    check_size,
-)
+from attractor.config import DataConfig, GPTConfig, RunConfig, TrainConfig, check_choice, check_size
 
 if TYPE_CHECKING:
     import torch

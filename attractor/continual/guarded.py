@@ -64,7 +64,7 @@ class Source:
 
     @property
     def tokens(self) -> int:
-        """The tokens that it has seen."""
+        """How many tokens the source has shown so far."""
         return self.learner.totals.tokens
 
 

@@ -32,14 +32,7 @@ from attractor.continual.allocate import Allocator, Habits
 from attractor.continual.baselines.baseline import check_batch
 from attractor.continual.config import LearnConfig, rate_factor
 from attractor.continual.gates import Surprise, admit
-from attractor.continual.observation import (
-    Gathered,
-    Observation,
-    Text,
-    Totals,
-    contiguous_windows,
-    tokens_of,
-)
+from attractor.continual.observation import Gathered, Observation, Text, Totals, contiguous_windows, tokens_of
 from attractor.continual.prototypes import pull, turn
 from attractor.continual.update import (
     NO_PATCHES,

@@ -98,7 +98,7 @@ class Site:
         return given.to(hidden.device)
 
     def ffn(self, *arguments: Any, **options: Any) -> Any:
-        """What was here before."""
+        """The FFN that stood here before."""
         (first, found), *rest = zip(self.place.modules, self.found, strict=True)
         output = _original(first, found)(*arguments, **options)
         for module, found in rest:

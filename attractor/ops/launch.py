@@ -26,7 +26,7 @@ def triton_type(dtype: torch.dtype) -> Any:
 
 
 def little_shared_memory() -> bool:
-    """Then tiles are smaller, and wait in shorter queues."""
+    """Whether blocks have little shared memory: tiles are then smaller, and fewer of them wait."""
     return torch.cuda.is_initialized() and _has_little(torch.cuda.current_device())
 
 

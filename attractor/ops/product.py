@@ -144,19 +144,7 @@ def product_forward(
     )
     blocks = gather_blocks(shape)
     kernels.gather_decode[(n, -(-d // blocks["BD"]))](
-        u_nr,
-        w_nk,
-        a_Kr,
-        b_Kr,
-        U_Krd,
-        idx_nk,
-        update_nd,
-        scale,
-        D=d,
-        R=shape.r,
-        k=top_k,
-        GATE=kind,
-        **blocks,
+        u_nr, w_nk, a_Kr, b_Kr, U_Krd, idx_nk, update_nd, scale, D=d, R=shape.r, k=top_k, GATE=kind, **blocks
     )
     return outputs
 

@@ -194,7 +194,7 @@ def flatten(gradients: Iterable[Tensor | None]) -> Tensor:
 
 
 def write_gradients(vector: Tensor, parameters: list[nn.Parameter]) -> None:
-    """The reverse of `flatten`."""
+    """Write a vector that `flatten` made back to the gradients."""
     pieces = vector.split([parameter.numel() for parameter in parameters])
     for parameter, piece in zip(parameters, pieces, strict=True):
         parameter.grad = piece.view_as(parameter).to(parameter.dtype)

@@ -102,7 +102,7 @@ class FixedRows:
         self.placed = None
 
     def remove(self, row: int) -> None:
-        """The last row takes its place."""
+        """Free a row; the last row takes its place."""
         assert self.passes.memory is not None
         last = len(self.lengths) - 1
         if row != last:
@@ -369,15 +369,15 @@ class _Pass:
 
 
 def few_rows(count: int) -> int:
-    """So many rows are computed: 1, 8, 16, 32, ..."""
+    """How many rows are computed for so many texts: 1, 8, 16, 32, ..."""
     return 1 if count <= 1 else max(8, 1 << (count - 1).bit_length())
 
 
 def few_steps(count: int) -> int:
-    """16, 32, ..."""
+    """How many new tokens of a prompt are computed: 16, 32, ..."""
     return max(SHORTEST, 1 << (count - 1).bit_length())
 
 
 def few_columns(count: int) -> int:
-    """128, 256, ..."""
+    """How many columns of memory a pass reads: 128, 256, ..."""
     return max(FEWEST_COLUMNS, 1 << (count - 1).bit_length())
