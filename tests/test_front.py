@@ -219,7 +219,7 @@ def test_a_model_of_our_own_without_patches_says_so(tmp_path):
         (lambda model: model.forget(3), "no lessons yet"),
         (lambda model: model.save("nowhere"), "no lessons yet"),
         (lambda model: model.learn([]), "list of one or more forms"),
-        (lambda model: model.learn("a text"), "one form alone does not show what it is about: give subject="),
+        (lambda model: model.learn("a text"), "one form alone does not tell what it is about: give subject="),
         (lambda model: model.learn("a text", subject="nobody"), "subject='nobody' stands in no form"),
     ],
 )

@@ -85,7 +85,7 @@ def shared_subject(forms: Sequence[tuple[str, str]]) -> str:
     """The longest text that all forms share, in whole words; answers of pairs do not count."""
     texts = [prompt or answer for prompt, answer in forms]
     if len(set(texts)) < 2:
-        raise ValueError("one form alone does not show what it is about: give subject=, or a second form")
+        raise ValueError("one form alone does not tell what it is about: give subject=, or a second form")
     shortest = min(texts, key=len)
     words = shortest.split(" ")
     best = ""
