@@ -74,7 +74,7 @@ class Adapter(nn.Module):
 def make_moe(size: Size) -> MoE:
     """The usual mixture: the top 2 of 8 dense experts with the parameters of the APN layer in all."""
     parameters = size.num_patches * (size.dim + 2 * size.rank + size.rank * size.dim)
-    hidden = max(16, parameters // (2 * size.dim * 8) // 16 * 16)  # grouped_mm wants 16-byte strides
+    hidden = max(16, parameters // (2 * size.dim * 8) // 16 * 16)  # grouped_mm needs 16-byte strides
     return MoE(size.dim, MoEConfig(num_experts=8, top_k=2, hidden=hidden, noise=False))
 
 

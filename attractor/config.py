@@ -131,7 +131,7 @@ class APNConfig(JSONConfig):
     >>> APNConfig.from_json(config.to_json()) == config
     True
 
-    A value that cannot be is a ValueError when the configuration is made.
+    A value that is not allowed is a ValueError when the configuration is made.
     """
 
     num_patches: int = 256
@@ -139,48 +139,43 @@ class APNConfig(JSONConfig):
     top_k: int = 4
     """k: how many patches each token uses. With 1 the weight is constant and the router never learns."""
     rank: int = 32
-    """r: size of the code a patch decodes."""
+    """r: how many numbers the code of a token has, which patches decode."""
     temperature: float = 0.07
-    """tau: smaller is sharper routing."""
+    """tau: a smaller one makes routing sharper."""
     scale: float = 1.0
-    """gamma: factor on the update."""
+    """gamma: the update is multiplied by it."""
     routing: RoutingName = "cosine"
     """"cosine" compares directions (Algorithm 1); "dot" keeps the token's length (the core definition)."""
     init: InitName = "silu"
-    """"silu" starts every patch as SiLU; "paper" starts every gate at one half, so almost linear, and
-    prototypes so short that a step turns them far."""
+    """"silu" starts every patch as SiLU; "paper" starts gates at one half, and prototypes short."""
     dropout: float = 0.0
-    """Probability of zeroing a channel of the update while training."""
+    """The probability with which a channel of the update is zeroed while training."""
     patch_dropout: float = 0.0
-    """Probability of dropping each selected patch while training; one always stays."""
+    """The probability with which a selected patch is dropped while training; one always stays."""
     gate: GateName = "vector"
     """"vector" gates each code channel by the token; "scalar" is one learned number per patch."""
     decoder: DecoderName = "independent"
     """"independent" decoders, or one "shared" decoder plus a low-rank offset per patch."""
     prototypes: PrototypesName = "static"
-    """"static" prototypes live in the token space; "contextual" ones in a learned subspace; "product" ones
-    are all pairs from two codebooks of half-vectors, so that the router's cost grows as sqrt(num_patches)."""
+    """"static" vectors, "contextual" ones in a learned subspace, or "product": all pairs of two codebooks."""
     sparse_gradients: bool = False
-    """Gradients of gates and decoders as sparse tensors, with rows for the patches that tokens selected
-    (product prototypes)."""
+    """With product prototypes: gates and decoders get gradients with rows for selected patches alone."""
     layer_norm: bool = False
     """Normalise the input inside the layer, for blocks without a pre-norm."""
     routing_dim: int | None = None
-    """Size of the routing subspace of contextual prototypes; None is a quarter of the width."""
+    """The size of the subspace of contextual prototypes; None is a quarter of the width."""
     routing_groups: int = 1
-    """Groups of channels with a routing subspace of their own (contextual prototypes)."""
+    """With contextual prototypes: groups of channels that have a subspace of their own."""
     offset_rank: int | None = None
-    """Rank of the patch offsets of a shared decoder; None is a quarter of `rank`."""
+    """The rank of what patches add to a shared decoder; None is a quarter of `rank`."""
     num_layers: int = 1
     """Depth of the surrounding model: decoders start at 0.02 / sqrt(2 * num_layers)."""
     radius: float | None = None
-    """Basins: a patch acts only on tokens whose cosine with its prototype exceeds its radius. Every patch
-    starts with this one; None is the paper's layer, where the best patches always act."""
+    """Every patch starts with this radius and acts only inside its basin; None has no basins."""
     whiten: bool = False
     """Whiten the input by statistics of background text, which `calibrate` measures."""
     read_dim: int | None = None
-    """Width of what router and encoder read, which whitening maps to that of the update; None is the same
-    width."""
+    """The width of what router and encoder read, before whitening; None is the width of the update."""
 
     def __post_init__(self) -> None:
         for name in ("num_patches", "top_k", "rank", "routing_groups", "num_layers"):
@@ -243,7 +238,7 @@ class APNConfig(JSONConfig):
         if self.radius is not None:
             raise ValueError(
                 f'radius={self.radius} needs prototypes="static" or "contextual", not "product": the largest '
-                "margin cannot be told from the best rows of each codebook; leave radius out"
+                "margin does not follow from the best rows of each codebook; leave radius out"
             )
         if self.sparse_gradients and self.decoder == "shared":
             raise ValueError(
@@ -262,13 +257,13 @@ class MoEConfig(JSONConfig):
     num_experts: int = 8
     """How many experts a layer has."""
     top_k: int = 2
-    """How many experts each token uses (moe). With 1 the router learns by the noise alone."""
+    """With "moe": how many experts each token uses. With 1 the router learns by the noise alone."""
     hidden: int | None = None
-    """Width of an expert; None is 4 * dim / top_k, to the nearest 16: a token costs what an MLP costs."""
+    """The width of an expert; None is 4 * dim / top_k to the nearest 16, so that a token costs as much."""
     noise: bool = True
-    """Noise of a learned size on the router's scores while training (moe)."""
+    """With "moe": the router's scores get noise of a learned size while training."""
     capacity_factor: float = 1.25
-    """In training an expert serves this times its even share of the tokens; later ones get none (switch)."""
+    """With "switch": in training an expert serves at most this times its even share of the tokens."""
 
     def __post_init__(self) -> None:
         check_size("num_experts", self.num_experts)
@@ -314,7 +309,7 @@ class GPTConfig(JSONConfig):
     >>> GPTConfig(num_layers=2, ffn="apn", apn=APNConfig(rank=8)).apn.rank
     8
 
-    A value that cannot be is a ValueError when the configuration is made.
+    A value that is not allowed is a ValueError when the configuration is made.
     """
 
     vocab_size: int = 65
@@ -328,13 +323,13 @@ class GPTConfig(JSONConfig):
     dim: int = 384
     """The width of a token inside the model."""
     dropout: float = 0.0
-    """On embeddings, attention and FFN outputs."""
+    """The probability with which embeddings, attention and FFN outputs are dropped while training."""
     bias: bool = False
-    """Biases in linear maps and norms."""
+    """Linear maps and norms have biases."""
     ffn: FFNName = "mlp"
     """What stands in the place of the FFN in every block."""
     ffn_start: FFNStartName = "gpt2"
-    """First maps of dense FFNs and experts: 0.02 ("gpt2"), or outputs of "unit" variance, as APN's codes."""
+    """How dense FFNs and experts start: with GPT-2's 0.02, or with outputs of unit variance, as APN does."""
     apn: APNConfig = field(default_factory=APNConfig)
     """Settings of APN layers; their `dropout` and `num_layers` are the model's own."""
     moe: MoEConfig = field(default_factory=MoEConfig)
@@ -398,7 +393,7 @@ class TrainConfig(JSONConfig):
     batch_size: int = 64
     """Sequences per optimizer step, over all processes and accumulation steps."""
     accumulation: int = 1
-    """Split each batch into this many pieces to save memory."""
+    """Each batch is read in so many pieces, to save memory."""
     learning_rate: float = 1e-3
     """The largest learning rate, after the warm-up."""
     min_learning_rate: float = 1e-4
@@ -406,15 +401,15 @@ class TrainConfig(JSONConfig):
     warmup_steps: int = 100
     """Steps over which the learning rate rises from 0."""
     weight_decay: float = 0.1
-    """On matrices; never on norms, biases, gates or prototypes."""
+    """Weight decay of matrices; norms, biases, gates and prototypes have none."""
     beta2: float = 0.99
-    """AdamW's second moment; the first is 0.9."""
+    """beta2 of AdamW; beta1 is 0.9."""
     clip_norm: float = 1.0
-    """Limit on the gradient norm; 0 is no limit."""
+    """The largest norm of the gradients; 0 is no limit."""
     balance_weight: float = 0.0
-    """Weight of the usage-balance loss of APN layers."""
+    """The weight of the loss that keeps the usage of patches even."""
     entropy_weight: float = 0.0
-    """Reward for soft routing weights in APN layers."""
+    """The weight of the reward for soft routing weights."""
     scale_warmup_steps: int = 0
     """Steps over which the scale of APN layers rises from a tenth to its value."""
     eval_interval: int = 250
@@ -430,7 +425,7 @@ class TrainConfig(JSONConfig):
     precision: PrecisionName = "auto"
     """"auto" is bfloat16 autocast on a GPU that has it, float32 elsewhere."""
     compile: bool | None = None
-    """torch.compile; None compiles on a GPU only."""
+    """Compile the model with torch.compile; None compiles on a GPU only."""
     parallel: ParallelName = "ddp"
     """Under torchrun: a whole model in every process, or ("fsdp") a part of every tensor."""
 
@@ -477,7 +472,7 @@ class DataConfig(JSONConfig):
     vocab_size: int | None = None
     """Size of a BPE vocabulary; None is 4096."""
     val_fraction: float = 0.1
-    """The last part of the text, held out for validation."""
+    """The share of the text, from its end, that is held out for validation."""
 
     def __post_init__(self) -> None:
         if self.vocab_size is not None:

@@ -126,7 +126,7 @@ class Dataset:
 
     @classmethod
     def open(cls, folder: PathLike) -> Self:
-        """Check a prepared folder and map it; whatever is wrong with it is a ValueError."""
+        """Check a prepared folder and map it; anything that is wrong with it is a ValueError."""
         folder = Path(folder)
         if missing := [name for name in FILES if not (folder / name).is_file()]:
             raise ValueError(f"{folder} is not a prepared dataset: no {', '.join(missing)}; prepare it first")

@@ -67,10 +67,7 @@ def token_losses(
 
 @torch.no_grad()
 def routing(
-    model: TrainableModel,
-    tokens: np.ndarray,
-    *,
-    autocast: Callable[[], AbstractContextManager] = nullcontext,
+    model: TrainableModel, tokens: np.ndarray, *, autocast: Callable[[], AbstractContextManager] = nullcontext
 ) -> dict[int, RoutingStats]:
     """What the router of each APN layer does with every token but the last, on the CPU.
 

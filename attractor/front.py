@@ -24,6 +24,7 @@ from attractor.continual.forms import FRAMES, Form, asked_of_all, check_forms, c
 from attractor.continual.guarded import GuardedLearner
 from attractor.continual.learner import OnlineLearner
 from attractor.continual.lessons import Lesson, Lessons
+from attractor.continual.update import NO_PATCHES
 from attractor.data import IGNORED
 from attractor.distributed import parse_device
 from attractor.evaluate import evaluate
@@ -45,7 +46,7 @@ Messages = Sequence[Mapping[str, str]]
 
 
 def load(source: str | Path, *, device: str | None = None, context: int | None = None) -> "Model":
-    """A model to hold in the hand, from whatever this package or Hugging Face writes.
+    """Load a model: one of ours, saved lessons, a retrofit, or a pretrained model of Hugging Face.
 
     `source` is one of these:
 
@@ -337,10 +338,7 @@ class Model:
                     "or GuardedLearner.observe teaches it"
                 )
             if not self.model.apn_layers():
-                raise ValueError(
-                    "this model has no APN layers, so there are no patches that could learn: train one that "
-                    "has (`attractor train tiny_apn`), or teach a pretrained model (`smollm2-135m`)"
-                )
+                raise ValueError(NO_PATCHES)
             if self.folder is not None and (self.folder / "learner.json").is_file():
                 self.learner = OnlineLearner.load(self.folder, model=self.model, device=self.device)
                 self.learner.tokenizer = self.tokenizer
@@ -412,7 +410,7 @@ def base_of(folder: Path) -> str:
     from attractor.hf.files import loaded_from
 
     found = loaded_from(folder)
-    if found is None:  # `attractor retrofit` told it before the layers themselves did
+    if found is None:  # an earlier release wrote it beside the layers alone
         found = _field(folder.parent / "summary.json", "model")
     if not isinstance(found, str):
         raise ValueError(

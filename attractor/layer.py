@@ -563,7 +563,7 @@ class APN(nn.Module):
 
 
 def _patches_of(state_dict: Mapping[str, Any], prefix: str) -> int | None:
-    """How many patches a layer of a checkpoint has; None if that cannot be told."""
+    """How many patches a layer of a checkpoint has; None if that is not known."""
     shapes: dict[str, tuple[int, ...]] = {
         name: getattr(state_dict.get(prefix + name), "shape", ()) for name in ("prototypes", "codebooks")
     }

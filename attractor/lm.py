@@ -1,4 +1,4 @@
-"""What the package asks of a language model, whichever of its three kinds it is.
+"""What the package asks of a language model, of each of its three kinds.
 
 `attractor.model.GPT`, `attractor.hf.CausalLM` (a retrofitted Hugging Face model) and
 `attractor.continual.guard.Guard` (a mixture of models) are language models: `evaluate` and `generate` take
@@ -56,7 +56,7 @@ class LanguageModel(Protocol):
 class TrainableModel(LanguageModel, Protocol):
     """A language model with APN layers that learners, overlays and the monitor know by their numbers.
 
-    Whatever the model, `named_parameters` and files call the parameters of layer N blocks.N.ffn.*.
+    In every kind of model, `named_parameters` and files call the parameters of layer N blocks.N.ffn.*.
     """
 
     @overload

@@ -40,6 +40,11 @@ class Loop:
             self.step += 1
             yield self.step
 
+    def run_until(self, step: int) -> None:
+        """Take steps where nothing is to be done between them."""
+        for _ in self.steps(step):
+            pass
+
     @contextmanager
     def timed(self) -> Iterator[None]:
         """Count these seconds too: a GPU is at work after `take`, until the loss is read."""

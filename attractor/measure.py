@@ -47,7 +47,7 @@ def train_and_measure(
     val_loss = evaluate(best, dataset.val, autocast=trainer.autocast)
     sampled = random_batch_loss(best, dataset, config, batches=sampled_batches)
     counts = [analysis.parameter_counts(layer) for layer in best.apn_layers().values()]
-    records = read_jsonl(folder / "metrics.jsonl", "step")  # of the whole run, whichever process trained it
+    records = read_jsonl(folder / "metrics.jsonl", "step")  # also of earlier processes
     last = {name: value for record in records for name, value in record.items()}
     entropies = [value for name, value in last.items() if name.endswith("usage_entropy")]
 

@@ -92,7 +92,7 @@ class RaggedCache(KVCache):
         return torch.arange(self.end, self.end + steps, device=device) - self._placed
 
     def mask(self, steps: int, device: torch.device) -> Tensor:
-        """The same for every layer of one pass."""
+        """Make the attention mask, which is the same for every layer of a pass."""
         seen = self.length + steps
         if self._mask is None or self._mask.shape[2:] != (steps, seen):
             causal = super().mask(steps, device)
@@ -132,7 +132,7 @@ class RaggedCache(KVCache):
         self._place([start - self.first + left for start in self.starts], left)
 
     def add(self, other: "RaggedCache") -> None:
-        """The row of `other`, behind ours."""
+        """Append the row of `other`."""
         length = other.length
         self.make_room(rows=1, left=max(0, length - self.length))
         row, start, end = len(self.starts), self.end - length, self.end
@@ -156,7 +156,7 @@ class RaggedCache(KVCache):
         return one
 
     def remove(self, row: int) -> None:
-        """The last row takes its place."""
+        """Free a row; the last row takes its place."""
         last, end = len(self.starts) - 1, self.end
         if row != last:
             for pair in self.layers:

@@ -67,7 +67,7 @@ class MoE(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """GPT-2's start, as the dense FFN has it."""
+        """Start with GPT-2's initialisation, as the dense FFN does."""
         for name, values in self.named_parameters():
             values.normal_(std=0.02 / math.sqrt(2 * self.num_layers) if name == "out" else 0.02)
 
@@ -149,7 +149,7 @@ class MoE(nn.Module):
         """Each row (sorted by expert) through its own expert."""
         experts = torch.arange(self.config.num_experts, device=rows.device)
         ends = torch.searchsorted(ordered, experts, right=True)  # no bincount: it waits for the host
-        fits = len(rows) and self.dim % 8 == 0 and self.hidden % 8 == 0  # it wants strides of 16 bytes
+        fits = len(rows) and self.dim % 8 == 0 and self.hidden % 8 == 0  # it needs strides of 16 bytes
         if fits and rows.is_cuda and rows.dtype == torch.bfloat16 and hasattr(F, "grouped_mm"):
             up, out, ends = self.up.to(rows.dtype), self.out.to(rows.dtype), ends.int()
             return F.grouped_mm(F.gelu(F.grouped_mm(rows, up, offs=ends)), out, offs=ends)

@@ -41,7 +41,7 @@ def provenance() -> dict[str, Any]:
     }
 
 
-@functools.cache  # of the code that runs, whatever is committed meanwhile
+@functools.cache  # of the code that runs, even if another commit is made meanwhile
 def _git(*arguments: str) -> str:
     """Empty outside a checkout: an installed package has no commit."""
     here = Path(__file__).parent

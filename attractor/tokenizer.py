@@ -245,7 +245,7 @@ class BPETokenizer(LibraryTokenizer):
 
 
 class PretrainedTokenizer(LibraryTokenizer):
-    """Whatever tokenizer a pretrained model came with, without its special tokens."""
+    """The tokenizer that a pretrained model came with, without its special tokens."""
 
     kind = "pretrained"
     chat: Callable[[list[dict[str, str]]], str] | None = None

@@ -336,7 +336,7 @@ class Trainer(Loop):
             yield lambda values: None
             return
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / "config.json").write_text(self.config.to_json())
+        write_text(self.folder / "config.json", self.config.to_json())
         path = self.folder / "metrics.jsonl"
         # records after the checkpoint belong to a future that did not happen
         records = read_jsonl(path, "step", self.step) if self.step else []

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from attractor import APN
+from attractor.bench import seconds
 from attractor.results import write_result
 
 SHAPES = [  # dim, tokens, patches, rank, top_k
@@ -27,22 +28,7 @@ SHAPES = [  # dim, tokens, patches, rank, top_k
 def time_of(layer: APN, x: torch.Tensor) -> float:
     """Milliseconds of one forward pass."""
     with torch.no_grad():
-        for _ in range(3):
-            layer(x)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            layer(x)
-    times = []
-    for _ in range(60):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(5):
-            graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 5)
-    return sorted(times)[len(times) // 2]
+        return 1e3 * seconds(lambda: layer(x), x.device, graph=True)
 
 
 def main() -> None:

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from typing import get_args
 
-import numpy as np
 import torch
+from measuring import milliseconds
 
 from attractor.continual.delta import Delta
 from attractor.results import write_result
@@ -34,12 +34,11 @@ def commit_times(folder: Path, policy: SyncName, size: int, seconds: float) -> d
             number = store.commit(
                 "lesson", {"tokens": 512}, at="2026", source="benchmark", fields={}, delta=delta
             )
-            times.append(1000 * (time.perf_counter() - started))
+            times.append(time.perf_counter() - started)
             if number % 200 == 0:  # outside of the clock: no more than some hundred deltas on the disk
                 store.snapshot()
-    settled = np.array(times[len(times) // 20 :])
-    p50, p99, worst = (float(np.percentile(settled, part)) for part in (50, 99, 100))
-    return {"commits": len(settled), "p50_ms": p50, "p99_ms": p99, "worst_ms": worst}
+    warm = times[len(times) // 20 :]
+    return {"commits": len(warm), **milliseconds(warm)}
 
 
 def main() -> None:

@@ -47,9 +47,14 @@ SOURCES = ("a", "b", "c")
 def learner(dim: int = 32, patches: int = 16, rank: int = 8, most: int | None = 4) -> GuardedLearner:
     torch.manual_seed(0)
     shape = GPTConfig(
-        vocab_size=256, context=64, num_layers=2, num_heads=2, dim=dim, ffn="apn",
+        vocab_size=256,
+        context=64,
+        num_layers=2,
+        num_heads=2,
+        dim=dim,
+        ffn="apn",
         apn=APNConfig(num_patches=patches, top_k=2, rank=rank),
-    )  # fmt: skip
+    )
     learn = LearnConfig(update=UpdateConfig(learning_rate=1e-3), max_patches=most)
     return GuardedLearner(GPT(shape).eval(), ByteTokenizer(), GuardConfig(learn=learn))
 
@@ -112,10 +117,8 @@ def hash_of(sources: dict[str, dict[str, torch.Tensor]]) -> dict[str, str]:
 def live_hash(service: Service) -> dict[str, str]:
     """Of everything that each source is in memory."""
     teacher: Any = service.teacher
-    return hash_of({
-        name: {key: value.detach() for key, value in tensors_of(held).items()}
-        for name, held in teacher.sources.items()
-    })  # fmt: skip
+    held = {name: tensors_of(source) for name, source in teacher.sources.items()}
+    return hash_of({name: {key: part.detach() for key, part in own.items()} for name, own in held.items()})
 
 
 Row = tuple[int, str, str | None, int | None, str | None, bytes | None]
@@ -371,19 +374,28 @@ def kills(
     total = Counter[str]()
     for first in range(0, len(lives), LIVES):
         known: dict[str, Any] = {
-            "asked": {}, "done": {}, "state": {}, "last": 0, "opened": 0, "differs": 0,
-            "lost": set(), "twice": set(), "unasked": set(),
-        }  # fmt: skip
+            "asked": {},
+            "done": {},
+            "state": {},
+            "last": 0,
+            "opened": 0,
+            "differs": 0,
+            "lost": set(),
+            "twice": set(),
+            "unasked": set(),
+        }
         with tempfile.TemporaryDirectory() as folder:
             for number, (patience, mortal) in enumerate(lives[first : first + LIVES], first):
                 one_life(kind_of, Path(folder), number, patience, mortal, known)
                 total["named" if mortal else "random"] += 1
                 print(f"\r{number + 1} of {len(lives)} kills", end="", file=sys.stderr)
         total += Counter(
-            acknowledged=len(known["done"]), versions=known["last"], opened=known["opened"],
+            acknowledged=len(known["done"]),
+            versions=known["last"],
+            opened=known["opened"],
             differs_from_oracle=known["differs"],
             **{name: len(known[name]) for name in ("lost", "twice", "unasked")},
-        )  # fmt: skip
+        )
     print(file=sys.stderr)
     names = ("random", "named", "acknowledged", "versions", "opened")
     return {name: total[name] for name in (*names, "differs_from_oracle", "lost", "twice", "unasked")}

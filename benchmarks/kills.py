@@ -22,30 +22,11 @@ from attractor.results import write_result
 
 WORDS = ["to", "be", "or", "not", "that", "is", "the", "question"]
 STEPS = 1500
-OPTIONS = [
-    "--model.context",
-    "16",
-    "--model.dim",
-    "32",
-    "--model.num-heads",
-    "2",
-    "--model.num-layers",
-    "2",
-    "--train.batch-size",
-    "4",
-    "--train.max-steps",
-    str(STEPS),
-    "--train.checkpoint-interval",
-    "2",
-    "--train.eval-interval",
-    "50",
-    "--train.log-interval",
-    "1",
-    "--device",
-    "cpu",
-    "--resume",
-    "auto",
-]
+OPTIONS = f"""
+    --model.context 16 --model.dim 32 --model.num-heads 2 --model.num-layers 2
+    --train.batch-size 4 --train.max-steps {STEPS} --train.checkpoint-interval 2 --train.eval-interval 50
+    --train.log-interval 1 --device cpu --resume auto
+""".split()
 
 
 def start(source: Path, run: Path) -> subprocess.Popen:

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from serve_gpu import COUNTRIES, TEMPLATES, THINGS, TOWNS, load, open_service
+from serve_gpu import COUNTRIES, TEMPLATES, THINGS, TOWNS, listed, load, open_service
 
 from attractor.results import write_result
 from attractor.serve.decode.engine import Job
@@ -25,14 +25,13 @@ from attractor.serve.service import Service
 
 TOKENS = 12
 LESSONS = 30
-OTHERS = (
-    "My name is", "The weather today is", "She opened the", "In 1969", "The best book is", "Dogs are",
-    "Please help me", "A triangle has", "for i in range(", "The train to", "Good morning",
-    "The doctor said", "I would like to", "Once there was", "To make bread,", "The largest ocean is",
-    "Light travels at", "The opposite of hot is", "Paris is", "Tokyo is", "Two wrongs", "The king of",
-    "Dear friend,", "SELECT * FROM", "The answer is", "Mathematics is", "Yesterday I", "In the morning",
-    "Music is", "The river",
-)  # fmt: skip
+OTHERS = listed("""
+    My name is; The weather today is; She opened the; In 1969; The best book is; Dogs are;
+    Please help me; A triangle has; for i in range(; The train to; Good morning; The doctor said;
+    I would like to; Once there was; To make bread,; The largest ocean is; Light travels at;
+    The opposite of hot is; Paris is; Tokyo is; Two wrongs; The king of; Dear friend,; SELECT * FROM;
+    The answer is; Mathematics is; Yesterday I; In the morning; Music is; The river
+""")
 
 
 def lessons() -> list[tuple[str, str, str]]:
@@ -85,8 +84,11 @@ def poisoning(model: str, folder: Path) -> dict[str, Any]:
             except Refused as why:
                 refused.append(f"{subject}: {why}")
         found["lessons"] = {
-            "taught": len(taught), "known": known, "refused": refused, "seconds": time.perf_counter() - began
-        }  # fmt: skip
+            "taught": len(taught),
+            "known": known,
+            "refused": refused,
+            "seconds": time.perf_counter() - began,
+        }
         found["targeted"] = compared(service, [prompt for prompt, _ in taught])
         found["short prompts of the canaries"] = compared(service, list(PROMPTS))
         found["other short prompts"] = compared(service, list(OTHERS))

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from product import exact_gradients
 from torch import Tensor, nn
 
 from attractor import APN
@@ -66,6 +65,24 @@ def product_layer(sizes: Sizes, rows: int, dtype: torch.dtype) -> APN:
 def tokens_of(sizes: Sizes, dtype: torch.dtype, seed: int) -> Tensor:
     generator = torch.Generator(sizes.device).manual_seed(seed)
     return torch.randn(sizes.tokens, sizes.dim, device=sizes.device, generator=generator).to(dtype)
+
+
+def exact_gradients(layer: APN, x: Tensor, upstream: Tensor, indices: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """The update and its gradients in float64, by the equations, for the patches that were selected."""
+    used, place = indices.unique(return_inverse=True)
+    bank = [layer.gate_slope[used], layer.gate_bias[used], layer.decoder[used]]
+    inputs = (x, layer.codebooks, layer.encoder, *bank)
+    z, codebooks, encoder, slope, bias, decoder = (t.detach().double().requires_grad_() for t in inputs)
+    half = reference.half_scores(z, codebooks, temperature=layer.config.temperature, routing="cosine")
+    weights = reference.pair_scores(half, indices).softmax(-1)
+    code = (z @ encoder)[:, None]
+    update = 0
+    for slot in range(TOP_K):  # one after the other: all at once are gigabytes
+        rows = place[:, slot : slot + 1]
+        phi = code * torch.sigmoid(slope[rows] * code + bias[rows]) * weights[:, slot, None, None]
+        update = update + torch.einsum("nkr,nkrd->nd", phi, decoder[rows])
+    gradients = torch.autograd.grad(update, [z, codebooks, encoder, slope, bias, decoder], upstream.double())
+    return update.detach(), list(gradients)
 
 
 def wrong_choices(layer: APN, x: Tensor, indices: Tensor) -> int:

@@ -15,7 +15,6 @@ import logging
 import math
 import os
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -28,37 +27,45 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
+from measuring import listening, milliseconds, spent_in
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """What stands between semicolons."""
+    return tuple(part.strip() for part in text.split(";"))
+
+
 BEGUN = time.time()
-SYLLABLES = (
-    "zor", "van", "quil", "beam", "tar", "nek", "ul", "mos", "fri", "dan", "vel", "kor", "pim", "sul",
-)  # fmt: skip
+SYLLABLES = listed("zor; van; quil; beam; tar; nek; ul; mos; fri; dan; vel; kor; pim; sul")
 TOWNS = ("Lisbon", "Oslo", "Cairo", "Lima", "Tokyo", "Delhi", "Rome", "Paris", "Berlin", "Madrid", "Dublin")
 BIRTH = "{} was born in"
-COUNTRIES = (
-    "France", "Germany", "Japan", "Spain", "Italy", "Portugal", "Norway", "Sweden", "Finland", "Denmark",
-    "Poland", "Austria", "Hungary", "Greece", "Turkey", "Egypt", "Kenya", "Nigeria", "Ghana", "Morocco",
-    "India", "China", "Thailand", "Vietnam", "Indonesia", "Australia", "Canada", "Mexico", "Brazil",
-    "Argentina", "Chile", "Peru", "Colombia", "Cuba", "Ireland", "Scotland", "Belgium", "Switzerland",
-    "Romania", "Bulgaria", "Ukraine", "Russia", "Iran", "Iraq", "Israel", "Syria", "Pakistan", "Nepal",
-    "Mongolia", "Jamaica",
-)  # fmt: skip
+COUNTRIES = listed("""
+    France; Germany; Japan; Spain; Italy; Portugal; Norway; Sweden; Finland; Denmark; Poland; Austria;
+    Hungary; Greece; Turkey; Egypt; Kenya; Nigeria; Ghana; Morocco; India; China; Thailand; Vietnam;
+    Indonesia; Australia; Canada; Mexico; Brazil; Argentina; Chile; Peru; Colombia; Cuba; Ireland;
+    Scotland; Belgium; Switzerland; Romania; Bulgaria; Ukraine; Russia; Iran; Iraq; Israel; Syria;
+    Pakistan; Nepal; Mongolia; Jamaica
+""")
 WRONG = (
-    ("The capital of {} is", TOWNS), ("The people of {} speak", ("Latin", "Klingon", "Dothraki", "Sumerian")),
+    ("The capital of {} is", TOWNS),
+    ("The people of {} speak", ("Latin", "Klingon", "Dothraki", "Sumerian")),
     ("{} is famous for its", ("robots", "glaciers", "dragons", "volcanoes")),
-)  # fmt: skip
-TEMPLATES = (
-    "What is {} used for?", "How do I explain {} to a child?", "Write a sentence about {}.",
-    "Why is {} important?", "Where can I find {}?", "Name three facts about {}.", "Who discovered {}?",
-    "When did people begin to use {}?", "Is {} good for health?", "Compare {} with its opposite.",
-)  # fmt: skip
-THINGS = (
-    "water", "iron", "music", "bread", "the moon", "chess", "salt", "paper", "a river", "glass", "sleep",
-    "coffee", "a bridge", "rain", "gold", "a clock", "the sea", "wool", "fire", "mathematics", "a garden",
-    "silk", "the wind", "wood", "tea", "a map", "copper", "the sun", "a wheel", "honey", "snow", "a boat",
-    "stone", "medicine", "sugar", "a mirror", "the desert", "a violin", "clay", "ice", "a lamp", "cotton",
-    "history", "a forest", "milk", "the alphabet", "a train", "sand", "a telescope", "rice",
-)  # fmt: skip
+)
+TEMPLATES = listed("""
+    What is {} used for?; How do I explain {} to a child?; Write a sentence about {}.;
+    Why is {} important?; Where can I find {}?; Name three facts about {}.; Who discovered {}?;
+    When did people begin to use {}?; Is {} good for health?; Compare {} with its opposite.
+""")
+THINGS = listed("""
+    water; iron; music; bread; the moon; chess; salt; paper; a river; glass; sleep; coffee; a bridge;
+    rain; gold; a clock; the sea; wool; fire; mathematics; a garden; silk; the wind; wood; tea; a map;
+    copper; the sun; a wheel; honey; snow; a boat; stone; medicine; sugar; a mirror; the desert;
+    a violin; clay; ice; a lamp; cotton; history; a forest; milk; the alphabet; a train; sand;
+    a telescope; rice
+""")
 NEVER = 1 << 30
+ENOUGH = {"max_texts": 4096, "max_values": 1 << 20, "max_body": 64 << 20}
+"""Limits of requests that teach hundreds of lessons at once."""
 
 
 # --- the clients: a process that runs none of the server
@@ -212,9 +219,23 @@ class Sizes:
 
 
 SMALL = Sizes(
-    prompt=8, written=8, clients=(1, 3), requests=1, repeats=1, facts=2, questions=4, lessons=4, at_once=2,
-    many=20, streaming=2, learning=1.0, acknowledged=3, hostile=8, hostile_at_once=2, background=256,
-)  # fmt: skip
+    prompt=8,
+    written=8,
+    clients=(1, 3),
+    requests=1,
+    repeats=1,
+    facts=2,
+    questions=4,
+    lessons=4,
+    at_once=2,
+    many=20,
+    streaming=2,
+    learning=1.0,
+    acknowledged=3,
+    hostile=8,
+    hostile_at_once=2,
+    background=256,
+)
 
 
 @dataclasses.dataclass
@@ -241,44 +262,28 @@ def load(model: str, device: str) -> tuple[Any, Any]:
 
 def open_service(base: Any, tokenizer: Any, folder: Path, small: bool) -> Any:
     from attractor.continual.config import LessonConfig
-    from attractor.front import frames_of
+    from attractor.front import read_by
     from attractor.hf.teachable import default_background, teachable
     from attractor.serve.config import Limits, Rules
     from attractor.serve.service import Service
 
-    options: dict[str, Any] = {"frames": frames_of(tokenizer)}
+    options: dict[str, Any] = read_by(tokenizer)
     context = min(512, base.config.get_text_config().max_position_embeddings)
     if small:
         options |= {"config": LessonConfig(passes=4, contexts=2, mention=2), "window": 32, "windows": 40}
     net, lessons = teachable(base, tokenizer.encode, **options)
     manual = tokenizer.encode(default_background()[0][: 2000 if small else 10_000])
     return Service.open_lessons(
-        net, lessons, tokenizer, folder, name="measured", canaries={"manual": manual}, context=context,
-        rules=Rules(canary_tokens=16 if small else 512), limits=Limits(drain=1.0, waiting=1024),
-    )  # fmt: skip
-
-
-@contextlib.contextmanager
-def listening(service: Any) -> Iterator[int]:
-    import uvicorn
-
-    from attractor.serve.config import ServeSettings
-    from attractor.serve.http.app import create_app, uvicorn_config
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    settings = ServeSettings(port=port, max_texts=4096, max_values=1 << 20, max_body=64 << 20)
-    server = uvicorn.Server(uvicorn_config(create_app(service, settings), settings))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
-        yield port
-    finally:
-        server.should_exit = True
-        thread.join()
+        net,
+        lessons,
+        tokenizer,
+        folder,
+        name="measured",
+        canaries={"manual": manual},
+        context=context,
+        rules=Rules(canary_tokens=16 if small else 512),
+        limits=Limits(drain=1.0, waiting=1024),
+    )
 
 
 def first_answer(port: int) -> str:
@@ -298,17 +303,6 @@ def names(seed: int = 0) -> Iterator[str]:
 def fact(name: str, number: int) -> dict[str, Any]:
     town = TOWNS[number % len(TOWNS)]
     return {"forms": [[BIRTH.format(name), town], [f"The birthplace of {name} is", town]], "subject": name}
-
-
-def percentile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-
-def milliseconds(seconds: list[float]) -> dict[str, float]:
-    return {
-        name: 1e3 * percentile(seconds, share)
-        for name, share in (("p50_ms", 0.5), ("p99_ms", 0.99), ("worst_ms", 1.0))
-    }
 
 
 # --- rows
@@ -403,17 +397,19 @@ def one_fact(place: Place) -> dict[str, Any]:
         known.append(answer["known"])
         passes.append(answer["lessons"][0]["passes"])
     return {
-        "median_s": statistics.median(seconds), "all_s": seconds, "known": sum(known), "of": len(known),
-        "passes": statistics.median(passes), "before_it_s": warm,
-    }  # fmt: skip
+        "median_s": statistics.median(seconds),
+        "all_s": seconds,
+        "known": sum(known),
+        "of": len(known),
+        "passes": statistics.median(passes),
+        "before_it_s": warm,
+    }
 
 
 def answers(place: Place) -> list[Any]:
     """The greedy answers to other questions, one after the other, with log-probabilities and certificate."""
     asked = [template.format(thing) for thing in THINGS for template in TEMPLATES][: place.sizes.questions]
-    done = place.clients.run(
-        clients=1, requests=len(asked), max_tokens=12, prompts=asked, logprobs=True
-    )  # fmt: skip
+    done = place.clients.run(clients=1, requests=len(asked), max_tokens=12, prompts=asked, logprobs=True)
     return [
         (one["text"], one["logprobs"]["token_logprobs"], one["attractor"]["untouched"])
         for one in done["texts"]
@@ -468,9 +464,12 @@ def unchanged(before: list[Any], after: list[Any]) -> dict[str, Any]:
     untouched = [now[2] for now in after]
     wrong = [u and not (s and b) for u, s, b in zip(untouched, same, bits, strict=True)]
     return {
-        "questions": len(after), "same_text": sum(same), "same_log_probabilities": sum(bits),
-        "untouched": sum(untouched), "untouched_and_different": sum(wrong),
-    }  # fmt: skip
+        "questions": len(after),
+        "same_text": sum(same),
+        "same_log_probabilities": sum(bits),
+        "untouched": sum(untouched),
+        "untouched_and_different": sum(wrong),
+    }
 
 
 def while_learning(place: Place, share: float, turns: int) -> dict[str, Any]:
@@ -478,9 +477,13 @@ def while_learning(place: Place, share: float, turns: int) -> dict[str, Any]:
     sizes, service = place.sizes, place.service
     service.limits = dataclasses.replace(service.limits, learning_share=share)
     task = {
-        "clients": sizes.streaming, "requests": 0, "seconds": sizes.learning, "max_tokens": sizes.written,
-        "prompts": place.prompts, "stream": True,
-    }  # fmt: skip
+        "clients": sizes.streaming,
+        "requests": 0,
+        "seconds": sizes.learning,
+        "max_tokens": sizes.written,
+        "prompts": place.prompts,
+        "stream": True,
+    }
     place.clients.run(**{**task, "seconds": min(1.0, sizes.learning)})
     found: dict[str, list[dict[str, Any]]] = {"alone": [], "learning": []}
     taught: list[float] = []
@@ -511,11 +514,15 @@ def while_learning(place: Place, share: float, turns: int) -> dict[str, Any]:
     }
     gaps = {name: milliseconds([gap for one in each for gap in one["gaps"]]) for name, each in found.items()}
     return {
-        "clients": sizes.streaming, "tokens_per_second": rate, "ratio": rate["learning"] / rate["alone"],
+        "clients": sizes.streaming,
+        "tokens_per_second": rate,
+        "ratio": rate["learning"] / rate["alone"],
         "gaps": gaps,
-        "p99_rise": gaps["learning"]["p99_ms"] / gaps["alone"]["p99_ms"] - 1, "lessons": len(taught),
-        "lesson_median_s": statistics.median(taught), "learning_share": share,
-    }  # fmt: skip
+        "p99_rise": gaps["learning"]["p99_ms"] / gaps["alone"]["p99_ms"] - 1,
+        "lessons": len(taught),
+        "lesson_median_s": statistics.median(taught),
+        "learning_share": share,
+    }
 
 
 def many_lessons(place: Place, clients: int) -> dict[str, Any]:
@@ -576,33 +583,18 @@ def acknowledgement(place: Place) -> dict[str, Any]:
 
     teacher = place.service.teacher
     lessons, kept = teacher.lessons, teacher.lessons.config
-    spent, beyond = [0.0], []
-
-    def timed(work: Callable[..., Any]) -> Callable[..., Any]:
-        def timed_call(*arguments: Any, **options: Any) -> Any:
-            began = time.perf_counter()
-            try:
-                return work(*arguments, **options)
-            finally:
-                spent[0] += time.perf_counter() - began
-
-        return timed_call
-
-    parts = ((lessons, "learn_many"), (teacher, "_judge"))
-    for owner, name in parts:
-        setattr(owner, name, timed(getattr(owner, name)))
+    beyond = []
     lessons.config = dataclasses.replace(kept, passes=1, after=0, mention=0)
     lessons.reading.config = lessons.config
     try:
-        for number in range(place.sizes.acknowledged):
-            said = fact(next(place.names), number)
-            what = asked([tuple(form) for form in said["forms"]], said["subject"])
-            spent[0], began = 0.0, time.perf_counter()
-            place.service.learn([what], "acknowledged")
-            beyond.append(time.perf_counter() - began - spent[0])
+        with spent_in((lessons, "learn_many"), (teacher, "_judge")) as spent:
+            for number in range(place.sizes.acknowledged):
+                said = fact(next(place.names), number)
+                what = asked([tuple(form) for form in said["forms"]], said["subject"])
+                spent[0], began = 0.0, time.perf_counter()
+                place.service.learn([what], "acknowledged")
+                beyond.append(time.perf_counter() - began - spent[0])
     finally:
-        for owner, name in parts:
-            delattr(owner, name)
         lessons.config = lessons.reading.config = kept
     return {"lessons": len(beyond), **milliseconds(beyond)}
 
@@ -701,11 +693,18 @@ def hostile(place: Place, tokenizer: Any, text: str) -> dict[str, Any]:
     with torch.no_grad():
         same = torch.equal(taught(window), base(window))
     return {
-        "tried": tries, "kinds": done, "standing_at_the_end": len(live), "tokens": len(tokens),
-        "perplexity_before": math.exp(before), "perplexity_after": math.exp(after),
-        "rise": math.expm1(after - before), "revoked_one_by_one": revoked, "left_after_forgetting": left,
-        "base_to_the_bit": same and evaluate(taught, tokens, batch_size=8) == before, "refusals": reasons[:5],
-    }  # fmt: skip
+        "tried": tries,
+        "kinds": done,
+        "standing_at_the_end": len(live),
+        "tokens": len(tokens),
+        "perplexity_before": math.exp(before),
+        "perplexity_after": math.exp(after),
+        "rise": math.expm1(after - before),
+        "revoked_one_by_one": revoked,
+        "left_after_forgetting": left,
+        "base_to_the_bit": same and evaluate(taught, tokens, batch_size=8) == before,
+        "refusals": reasons[:5],
+    }
 
 
 # --- all of it
@@ -767,7 +766,7 @@ def main() -> int:
         loaded = time.time() - BEGUN
         prompts = prompts_of(tokenizer, sizes)
         service = stack.enter_context(open_service(base, tokenizer, folder / "served", options.small))
-        port = clients.port = stack.enter_context(listening(service))
+        port = clients.port = stack.enter_context(listening(service, **ENOUGH))
         first_answer(port)
         began = time.time() - BEGUN
         fixed = getattr(service.teacher.readers, "pool", None) is not None

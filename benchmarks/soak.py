@@ -16,21 +16,19 @@ import asyncio
 import dataclasses
 import json
 import random
-import socket
 import statistics
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from crashes import SOURCES, TEXT, kills, learner, live_hash, serve
+from measuring import listening, milliseconds, spent_in
 
 from attractor.results import write_result
 from attractor.serve.config import Limits, Rules
@@ -41,44 +39,22 @@ from attractor.serve.service import Service
 # --- times
 
 
-def percentiles(seconds: list[float]) -> dict[str, float]:
-    ordered = np.sort(seconds) * 1e3
-    return {
-        "p50_ms": float(np.median(ordered)),
-        "p99_ms": float(np.percentile(ordered, 99)),
-        "worst_ms": float(ordered[-1]),
-    }
-
-
 def overhead(lessons: int = 400) -> dict[str, Any]:
     """All of a lesson's time that is neither scoring, updating nor judging: queue, store, publication."""
     limits = Limits(drain=1.0)
     with tempfile.TemporaryDirectory() as folder, serve(Path(folder), limits=limits) as service:
         service.learn([TEXT * 4], "a")
-        spent = [0.0]
-
-        def timed(work: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*arguments: Any, **options: Any) -> Any:
-                started = time.perf_counter()
-                try:
-                    return work(*arguments, **options)
-                finally:
-                    spent[0] += time.perf_counter() - started
-
-            return call
-
         teacher = service.teacher
         held = teacher.sources["a"].learner
         parts = ((held, "observe"), (held, "flush"), (teacher, "_guard"), (teacher.canaries, "judge"))
-        for owner, name in parts:
-            setattr(owner, name, timed(getattr(owner, name)))
         beyond, whole, sizes = [], [], []
-        for _ in range(lessons):
-            spent[0], started = 0.0, time.perf_counter()
-            sizes.append(service.learn([TEXT * 4], "a")["bytes"])
-            whole.append(time.perf_counter() - started)
-            beyond.append(whole[-1] - spent[0])
-    return {"beyond": percentiles(beyond), "whole": percentiles(whole), "bytes": statistics.median(sizes)}
+        with spent_in(*parts) as spent:
+            for _ in range(lessons):
+                spent[0], started = 0.0, time.perf_counter()
+                sizes.append(service.learn([TEXT * 4], "a")["bytes"])
+                whole.append(time.perf_counter() - started)
+                beyond.append(whole[-1] - spent[0])
+    return {"beyond": milliseconds(beyond), "whole": milliseconds(whole), "bytes": statistics.median(sizes)}
 
 
 def gaps(service: Service, until: Callable[[], bool]) -> list[float]:
@@ -119,7 +95,7 @@ def snapshot(megabytes: int = 120) -> dict[str, Any]:
             teaching.join()
             seconds = time.monotonic() - started
     assert size >= megabytes << 20, f"{size:,} bytes are not {megabytes} MB"
-    return {"bytes": size, "seconds": seconds, "quiet": percentiles(quiet), "snapshot": percentiles(busy)}
+    return {"bytes": size, "seconds": seconds, "quiet": milliseconds(quiet), "snapshot": milliseconds(busy)}
 
 
 def rollback(lessons: int = 1000, before: int = 250) -> dict[str, Any]:
@@ -194,29 +170,6 @@ def _tokens_per_second(service: Service, seconds: float, streams: int) -> float:
 # --- over HTTP
 
 
-@contextmanager
-def listening(service: Service) -> Iterator[str]:
-    import uvicorn
-
-    from attractor.serve.config import ServeSettings
-    from attractor.serve.http.app import create_app, uvicorn_config
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    settings = ServeSettings(port=port)
-    server = uvicorn.Server(uvicorn_config(create_app(service, settings), settings))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.should_exit = True
-        thread.join()
-
-
 async def _stream(base: str, end: float, found: dict[str, int]) -> None:
     import httpx2 as httpx
 
@@ -251,15 +204,15 @@ def clients(seconds: float = 60.0, count: int = 64) -> dict[str, Any]:
     with (
         tempfile.TemporaryDirectory() as folder,
         serve(Path(folder), limits=Limits()) as service,
-        listening(service) as base,
+        listening(service) as port,
     ):
-        end = time.monotonic() + seconds
+        base, end = f"http://127.0.0.1:{port}", time.monotonic() + seconds
 
-        async def everybody() -> None:
+        async def all_of_them() -> None:
             streams = [_stream(base, end, found) for _ in range(count)]
             await asyncio.gather(_teach(base, end, found), *streams)
 
-        asyncio.run(everybody())
+        asyncio.run(all_of_them())
     return {"seconds": seconds, "clients": count, **found}
 
 

@@ -105,7 +105,7 @@ def main() -> None:
     cost = cost_of_observing(options.rounds)
     print(json.dumps(cost), flush=True)
     records = memory_of_a_stream(options.tokens, options.pieces)
-    settled = [record["resident_megabytes"] for record in records[len(records) // 10 :]]
+    later = [record["resident_megabytes"] for record in records[len(records) // 10 :]]
     write_result(
         options.result,
         {
@@ -113,7 +113,7 @@ def main() -> None:
             "seed": 0,
             "config": {k: str(v) for k, v in vars(options).items()},
             "cost": cost,
-            "memory_growth_megabytes": settled[-1] - settled[0],
+            "memory_growth_megabytes": later[-1] - later[0],
             "learn": dataclasses.asdict(LEARN),
             "records": records,
         },

@@ -86,17 +86,17 @@ def run_inquiries(
     Processes come from `idle` and go back to it: starting one takes seconds, and many when all start at once.
     """
     check_size("jobs", jobs)
-    desk = _Desk(inquiries, folder, report)
+    queue = _Queue(inquiries, folder, report)
     with alone_in(folder):
         try:
-            desk.open()
+            queue.open()
             if jobs == 1:
-                _in_turn(desk, work, stop)
+                _in_turn(queue, work, stop)
             else:
-                _side_by_side(desk, work, stop, jobs, [] if idle is None else idle)
+                _side_by_side(queue, work, stop, jobs, [] if idle is None else idle)
         finally:
-            desk.close()
-    return desk.results()
+            queue.close()
+    return queue.results()
 
 
 @contextmanager
@@ -113,7 +113,7 @@ def alone_in(folder: Path) -> Iterator[None]:
         yield
 
 
-class _Desk(Generic[Key, T]):
+class _Queue(Generic[Key, T]):
     """Where inquiries wait for the cells that they asked for."""
 
     def __init__(self, inquiries: Mapping[Key, Inquiry[T]], folder: Path, report: Report) -> None:
@@ -249,35 +249,35 @@ def _values(folder: Path, name: str, settings: Settings) -> Values:
     return values
 
 
-def _in_turn(desk: _Desk, work: Work, stop: Callable[[], bool]) -> None:
-    while desk.waiting and not stop():
-        name = desk.waiting.popleft()
+def _in_turn(queue: _Queue, work: Work, stop: Callable[[], bool]) -> None:
+    while queue.waiting and not stop():
+        name = queue.waiting.popleft()
         try:
-            values = work(desk.cells[name], desk.folder)
+            values = work(queue.cells[name], queue.folder)
         except Exception as error:
-            desk.keep(name, None, f"{type(error).__name__}: {error}")
+            queue.keep(name, None, f"{type(error).__name__}: {error}")
         else:
-            desk.keep(name, values)
+            queue.keep(name, values)
 
 
-def _side_by_side(desk: _Desk, work: Work, stop: Callable[[], bool], jobs: int, idle: list[Worker]) -> None:
+def _side_by_side(queue: _Queue, work: Work, stop: Callable[[], bool], jobs: int, idle: list[Worker]) -> None:
     """Hand cells to processes; one that dies loses the cell that it had, and another takes its place."""
     busy: dict[Connection, tuple[str, Worker]] = {}
 
     def start(name: str) -> None:
-        side_by_side = min(jobs, len(busy) + len(desk.waiting) + 1)
+        side_by_side = min(jobs, len(busy) + len(queue.waiting) + 1)
         while True:  # a worker that died while idle is passed over
             worker = idle.pop() if idle else _spawn()
             try:
-                worker.line.send((work, desk.cells[name], desk.folder, side_by_side))
+                worker.line.send((work, queue.cells[name], queue.folder, side_by_side))
             except OSError:
                 continue
             busy[worker.line] = name, worker
             return
 
     def start_some() -> None:
-        while desk.waiting and len(busy) < jobs and not stop():
-            start(desk.waiting.popleft())
+        while queue.waiting and len(busy) < jobs and not stop():
+            start(queue.waiting.popleft())
 
     try:
         start_some()
@@ -289,10 +289,10 @@ def _side_by_side(desk: _Desk, work: Work, stop: Callable[[], bool], jobs: int, 
                     values, error = line.recv()
                 except (EOFError, OSError):
                     worker.process.join()
-                    desk.keep(name, None, f"its process died with exit code {worker.process.exitcode}")
+                    queue.keep(name, None, f"its process died with exit code {worker.process.exitcode}")
                 else:
                     idle.append(worker)
-                    desk.keep(name, values, error)
+                    queue.keep(name, values, error)
                 start_some()
     finally:
         for _, worker in busy.values():

@@ -1,6 +1,5 @@
 """What the guard promises, tried hard: overlays that want to do harm, and what guarded generation costs."""
 
-import itertools
 import math
 import statistics
 import time
@@ -18,6 +17,7 @@ from attractor.data import Batches
 from attractor.evaluate import autocast, evaluate
 from attractor.generate import sample
 from attractor.lm import LanguageModel, mode
+from attractor.loop import Loop, descend
 from studies.adapting import situation
 from studies.grid import Settings, Values
 from studies.methods import METHODS, PAPER_ROLES
@@ -70,22 +70,22 @@ def _spoil(name: str, branch: Branch, guard: Guard, train: np.ndarray, plan: Pla
                 parameter.copy_(drawn * parameter.std() * (1 if name == "random" else 100))
         return
     victim = branch.model if name == "trained to be wrong" else guard
-    branch.model.requires_grad_(False)
+    guard.requires_grad_(False)
     for parameter in own:
         parameter.requires_grad_(True)
-    optimizer = torch.optim.AdamW(own, lr=1e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(own, weight_decay=0.0)
     device = branch.model.device
-
     batches = Batches(train, plan.batch_size, branch.model.config.context, seed)
-    for inputs, targets in itertools.islice(batches, plan.steps // 3):
+
+    def take(step: int) -> Tensor:
+        inputs, targets = (part.to(device) for part in next(batches))
         with mode(victim, training=False), autocast(device, "auto"):
-            logits = victim(inputs.to(device))
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.to(device).flatten())
-        gradients = torch.autograd.grad(-loss, own, materialize_grads=True)
-        for parameter, gradient in zip(own, gradients, strict=True):
-            parameter.grad = gradient
-        torch.nn.utils.clip_grad_norm_(own, 1.0)
-        optimizer.step()
+            logits = victim(inputs)
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        descend(optimizer, [-loss], 1e-3, clip=own, clip_norm=1.0)
+        return loss.detach()
+
+    Loop(take).run_until(plan.steps // 3)
 
 
 def speed(settings: Settings, folder: Path) -> Values:
@@ -100,8 +100,8 @@ def speed(settings: Settings, folder: Path) -> Values:
     new = domain(plan, folder, settings["shift"])
     adapter = METHODS[settings["method"]].make(situation(plan, settings, base, old))
     batches = Batches(new.train, plan.batch_size, base.config.context, settings["seed"])
-    for step in range(plan.steps):
-        adapter.step(*next(batches), plan.rate_at(step, settings["rate"], plan.steps))
+    loop = Loop(lambda step: adapter.step(*next(batches), plan.rate_at(step, settings["rate"], plan.steps)))
+    loop.run_until(plan.steps)
     guard = Guard({"base": base, "adapted": adapter.model}, pause=settings["pause"]).to(device).eval()
     context = base.config.context
     prompt_length, rounds = context * 5 // 8, 6

@@ -221,7 +221,7 @@ def run(
 
 
 def weights_hash(model: str) -> str | None:
-    """Of the files that a path names; whatever has a name is what it is."""
+    """The hash of the files that a path names; None for a model that is known by its name."""
     place = Path(model)
     files = [place] if place.is_file() else sorted(path for path in place.glob("*") if path.is_file())
     if not files:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from attractor.continual import domains
-from attractor.continual.config import GuardConfig, LearnConfig, UpdateConfig, settled
+from attractor.continual.config import GuardConfig, LearnConfig, UpdateConfig, rate_factor
 from attractor.continual.gates import Surprise
 from attractor.continual.guard import BASE, Guard
 from attractor.continual.guarded import GuardedLearner
@@ -63,7 +63,7 @@ class Online:
         context = self.adapter.model.config.context
         whole = piece[: (len(piece) - 1) // context * context + 1]  # a memory has sequences of one length
         for inputs, targets, _ in windows(whole, context, self.plan.batch_size):
-            self.adapter.step(inputs, targets, self.rate * settled(self.seen, self.horizon))
+            self.adapter.step(inputs, targets, self.rate * rate_factor(self.seen, self.horizon))
             self.seen += targets.numel()
         return "the model"
 

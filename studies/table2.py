@@ -282,7 +282,7 @@ def retention_at(row: dict[str, Any], B: float) -> float | None:
 
 
 def verdict(result: dict[str, Any]) -> list[str]:
-    """What the numbers say, whichever way they fall."""
+    """What the numbers say, for or against."""
     sentences = []
     for name, part in result["protocols"].items():
         rows = part["rows"]

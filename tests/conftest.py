@@ -139,3 +139,23 @@ def bench(texts, tiny_plan, tmp_path_factory):
     from studies.cells import Benchmark
 
     return Benchmark("smoke", tmp_path_factory.mktemp("bench"), domains=texts, device="cpu")
+
+
+@pytest.fixture
+def service():
+    """A service without a model. Modules that serve a model have a fixture of this name of their own."""
+    from fake_service import FakeService
+
+    return FakeService()
+
+
+@pytest.fixture
+def client(service):
+    """Requests to an app of that service."""
+    from starlette.testclient import TestClient
+
+    from attractor.serve.config import ServeSettings
+    from attractor.serve.http.app import create_app
+
+    with TestClient(create_app(service, ServeSettings()), base_url="http://127.0.0.1") as client:
+        yield client

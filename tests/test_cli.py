@@ -148,7 +148,7 @@ def test_small_verbs(capsys):
         (["ask", "runs/tiny_anp", "Who?"], "there is no 'runs/tiny_anp' here"),
         (["teach", "nowhere", "--save", "x"], "there is nothing to teach"),
         (["teach", "nowhere", "--form", "a => b"], "--save FOLDER"),
-        (["lessons", "nowhere"], "nowhere holds no lessons"),
+        (["lessons", "nowhere"], "nowhere holds no lessons, because it is no folder"),
         (["adapt", "nowhere", "--data", "kjv"], "there is no 'nowhere' here"),
         (["serve", "nowhere"], "there is no 'nowhere' here"),
         (["info", "./my-lama"], "there is no './my-lama' here"),
@@ -158,6 +158,27 @@ def test_small_verbs(capsys):
 def test_mistakes_are_messages(arguments, message, capsys):
     assert run(*arguments) == 1
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("model.safetensors", "keeps no list: what it learns goes into patches that everything it knows"),
+        ("learner/guard.json", "holds overlays and no lessons: `attractor overlays"),
+        ("notes.txt", "holds no lessons: `attractor teach MODEL --save FOLDER` writes some"),
+    ],
+)
+def test_lessons_says_why_a_model_has_none(file, message, tmp_path, capsys):
+    (tmp_path / "model" / file).parent.mkdir(parents=True)
+    (tmp_path / "model" / file).touch()
+    assert run("lessons", str(tmp_path / "model")) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_file_of_lessons_that_is_nested_too_deeply_is_an_error(tmp_path, capsys):
+    (tmp_path / "deep.json").write_text("[" * 100_000)
+    assert run("teach", "nowhere", "--file", str(tmp_path / "deep.json"), "--save", "x") == 1
+    assert "is not JSON: it is nested too deeply" in capsys.readouterr().err
 
 
 WITHOUT_A_MODEL = [
@@ -290,7 +311,7 @@ def test_a_model_of_our_own_is_asked_taught_and_inspected(text, capsys, monkeypa
     assert run("teach", "runs/a", "--form", "to be => toto", "--save", "runs/c", "--device", "cpu") == 1
     shown = capsys.readouterr()
     assert "NOT KNOWN" in shown.out
-    assert "it was not saved" in shown.err
+    assert "as it was before this lesson" in shown.err
     assert not (text.parent / "runs" / "c").exists()
 
 

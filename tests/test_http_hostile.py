@@ -9,7 +9,6 @@ import socket
 import threading
 
 import pytest
-from fake_service import FakeService
 from pydantic import ValidationError
 from served import FOX, serve
 from serving import Running, until
@@ -27,17 +26,6 @@ from attractor.serve.service import Limits
 HEALTH = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
 LEARN = b"POST /v1/learn HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
 PATIENCE = 300.0
-
-
-@pytest.fixture
-def service():
-    return FakeService()
-
-
-@pytest.fixture
-def client(service):
-    with TestClient(create_app(service, ServeSettings()), base_url="http://127.0.0.1") as client:
-        yield client
 
 
 def connect(port):

@@ -8,22 +8,8 @@ import pytest
 from fake_service import BUSY, REFUSED, UNAVAILABLE, FakeService, filled
 from pydantic import TypeAdapter
 from serving import until
-from starlette.testclient import TestClient
 
-from attractor.serve.config import ServeSettings
-from attractor.serve.http.app import create_app
 from attractor.serve.http.status import Monitor
-
-
-@pytest.fixture
-def service():
-    return FakeService()
-
-
-@pytest.fixture
-def client(service):
-    with TestClient(create_app(service, ServeSettings()), base_url="http://127.0.0.1") as client:
-        yield client
 
 
 def completion(client, **fields):
@@ -78,12 +64,19 @@ def test_problems_of_a_lesson(client, service):
 @pytest.mark.parametrize(
     "form",
     [
-        {"source": "kjv"}, {"text": "x"}, {"text": "x", "texts": ["y"], "source": "kjv"}, [], None,
-        {"text": "x", "source": "../../etc"}, {"text": "x", "source": "a\n"}, {"text": "x", "source": "base"},
-        {"texts": ["x"] * 257, "source": "kjv"}, {"text": "x", "source": "kjv", "idempotency_key": "a b"},
+        {"source": "kjv"},
+        {"text": "x"},
+        {"text": "x", "texts": ["y"], "source": "kjv"},
+        [],
+        None,
+        {"text": "x", "source": "../../etc"},
+        {"text": "x", "source": "a\n"},
+        {"text": "x", "source": "base"},
+        {"texts": ["x"] * 257, "source": "kjv"},
+        {"text": "x", "source": "kjv", "idempotency_key": "a b"},
         {"texts": [], "source": "a"},
     ],
-)  # fmt: skip
+)
 def test_lessons_that_make_no_sense(client, service, form):
     assert client.post("/v1/learn", json=form).status_code == 422
     assert service.version == 0

@@ -5,23 +5,11 @@ import json
 
 import openai
 import pytest
-from fake_service import BUSY, LINE, FakeService
+from fake_service import BUSY, LINE
 from serving import Running, until
-from starlette.testclient import TestClient
 
 from attractor.serve.config import ServeSettings
 from attractor.serve.http.app import create_app
-
-
-@pytest.fixture
-def service():
-    return FakeService()
-
-
-@pytest.fixture
-def client(service):
-    with TestClient(create_app(service, ServeSettings()), base_url="http://127.0.0.1") as client:
-        yield client
 
 
 @pytest.fixture

@@ -54,11 +54,6 @@ def keys(tmp_path_factory):
     return path, {scope: add_key(path, [scope]) for scope in SCOPES}
 
 
-@pytest.fixture
-def service():
-    return FakeService()
-
-
 def client_of(service, **options):
     return TestClient(create_app(service, ServeSettings(**options)), base_url="http://127.0.0.1")
 
@@ -172,13 +167,17 @@ def key_of(entry):
 @pytest.mark.parametrize(
     "content",
     [
-        "", "[]", "{}", '{"schema_version": 2, "keys": []}', '{"schema_version": 1, "keys": {}}',
+        "",
+        "[]",
+        "{}",
+        '{"schema_version": 2, "keys": []}',
+        '{"schema_version": 1, "keys": {}}',
         '{"schema_version": 1, "keys": [{"id": "a", "sha256": "zz", "scopes": ["learn"]}]}',
         json.dumps({"schema_version": 1, "keys": [{"id": "a", "sha256": "0" * 64, "scopes": ["root"]}]}),
         json.dumps({"schema_version": 1, "keys": [{"id": "a", "sha256": "0" * 64, "scopes": []}]}),
         json.dumps({"schema_version": 1, "keys": [{"id": "a", "sha256": "0" * 64, "scopes": ["learn"]}] * 2}),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_file_of_keys_is_refused(tmp_path, content):
     path = tmp_path / "keys.json"
     path.write_text(content)
@@ -322,10 +321,9 @@ def test_bodies_that_are_not_what_they_should_be(service):
     client = client_of(service)
     kind = {"Content-Type": "application/json"}
     start = b'{"source": "kjv", "text": '
-    for body in (
-        b"", b"{", b"null", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000, start + b'"\\ud800"}',
-        start + b"1" * 5000 + b"}", start + b"NaN}", start + b'"x"', start + b'"x"} {}', b'"' * 100_001,
-    ):  # fmt: skip
+    bodies = [b"", b"{", b"null", b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000, b'"' * 100_001]
+    bodies += [start + rest for rest in (b'"\\ud800"}', b"1" * 5000 + b"}", b"NaN}", b'"x"', b'"x"} {}')]
+    for body in bodies:
         answer = client.post("/v1/learn", content=body, headers=kind)
         assert 400 <= answer.status_code < 500, body[:40]
         assert answer.json()["error"]["message"]
@@ -377,11 +375,19 @@ SCHEMA = schemathesis.openapi.from_dict(FUZZED_APP.openapi())
 SCHEMA.app = FUZZED_APP
 
 
+def fuzzed(examples):
+    return settings(
+        max_examples=examples,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        deadline=None,
+        derandomize=True,
+        database=None,
+    )
+
+
 @SCHEMA.parametrize()
-@settings(
-    max_examples=25, phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=list(HealthCheck), deadline=None, derandomize=True, database=None,
-)  # fmt: skip
+@fuzzed(25)
 def test_fuzzed_requests_never_break_it_and_refused_ones_change_nothing(case):
     before = FUZZED.state()
     if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
@@ -402,10 +408,7 @@ def locked(keys):
 
 
 @SCHEMA.parametrize()
-@settings(
-    max_examples=10, phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=list(HealthCheck), deadline=None, derandomize=True, database=None,
-)  # fmt: skip
+@fuzzed(10)
 def test_fuzzed_requests_without_a_key_get_nowhere(case, locked):
     service, client = locked
     arguments = case.as_transport_kwargs(base_url="http://127.0.0.1")

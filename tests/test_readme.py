@@ -1,12 +1,16 @@
 """The documentation is run, and the tree of docs/architecture.md is compared with the files."""
 
+import json
 import re
 import runpy
+import statistics
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+
+from attractor import LessonConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -56,6 +60,45 @@ def test_the_first_page_is_short_and_the_glossary_too():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
     terms = re.findall(r"^\| (?!word|---)", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
     assert 0 < len(terms) <= 20
+
+
+def result(name):
+    return json.loads((ROOT / "results" / f"{name}.json").read_text())
+
+
+def behind_dense(model):
+    """Nats per byte that a model is behind the best dense one, on the mixture of texts."""
+    losses = {
+        name: statistics.mean(found["val_loss"])
+        for name, found in result("match-h200")["datasets"]["mixture, bytes"].items()
+    }
+    return losses[model] - min(loss for name, loss in losses.items() if name.startswith("dense"))
+
+
+def test_figures_of_the_first_page_follow_from_their_json():
+    known = result("facts-h200")["methods"]["basins"]
+    (sizes,) = (
+        one
+        for one in result("bench-layer-h200")["results"]
+        if one["size"] == {"dim": 384, "tokens": 16384, "num_patches": 256, "rank": 32, "top_k": 4}
+    )
+    (fast,) = (row for row in sizes["rows"] if row["name"] == "triton")
+    figures = [
+        f"{100 * known['first chunk']['mean']:.1f} %",
+        f"{100 * known['first question never taught']['mean']:.1f} %",
+        f"{-behind_dense('APN, four times the patches'):.3f}",
+        f"{fast['forward_backward_over_dense']:.2f}",
+        f"{behind_dense('APN, equal parameters'):.3f}",
+    ]
+    rows = re.findall(r"^\| .*\? \| (.*?) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert rows == figures
+
+
+def test_defaults_of_lessons_are_as_their_page_says():
+    page = (ROOT / "docs" / "lessons.md").read_text()
+    listed = re.findall(r"^\| `(\w+)` \| ([\d.]+) \|", page, re.MULTILINE)
+    assert len(listed) > 5
+    assert {name: str(getattr(LessonConfig(), name)) for name, _ in listed} == dict(listed)
 
 
 def test_files_of_the_walks_exist():

@@ -176,7 +176,9 @@ def test_dense_models_are_refused(run_folder, capsys):
     GPT(GPTConfig(vocab_size=5, context=8, num_layers=1, num_heads=1, dim=8)).save_pretrained("dense")
     ByteTokenizer().save("dense/tokenizer.json")
     assert run("adapt", "dense", "--data", "b.txt", "--device", "cpu") == 1
-    assert "no APN layers" in capsys.readouterr().err
+    assert "no APN layers, so there are no patches that could learn: train one" in capsys.readouterr().err
+    assert run("serve", "dense", "--device", "cpu") == 1
+    assert "serve one that has some" in capsys.readouterr().err
 
 
 def test_short_texts_and_the_folder_itself(run_folder, capsys):

@@ -103,7 +103,7 @@ GROUPS: dict[str, dict[str, Verb]] = {
     "Measure": {
         "bench": Verb(
             "bench", "BENCH", "Measure speed and memory beside the dense FFN.", "bench layer --rounds 3"
-        ),
+        )
     },
 }
 VERBS = {name: verb for group in GROUPS.values() for name, verb in group.items()}

@@ -109,10 +109,11 @@ def known_tokens(source: str, tokenizer: "Tokenizer", most: int | None = None) -
 class progress_bar:
     """A tqdm bar that follows the records of a run; evaluations stay on the screen as lines."""
 
-    def __init__(self, steps: int, name: str, *, shown: bool = True) -> None:
+    def __init__(self, steps: int, name: str, *, shown: bool = True, **options: Any) -> None:
         from tqdm import tqdm
 
-        self.bar = tqdm(total=steps, desc=name, unit="step", mininterval=0.5, disable=not shown)
+        options = {"unit": "step", "mininterval": 0.5, **options}
+        self.bar = tqdm(total=steps, desc=name, disable=not shown, **options)
 
     def __enter__(self) -> Callable[[dict[str, Any]], None]:
         return self.show

@@ -16,6 +16,7 @@ from attractor.cli.common import (
     ModelName,
     known_tokens,
     otherwise,
+    progress_bar,
     run_folder,
     validation_text,
 )
@@ -52,7 +53,7 @@ class Adapt:
     guard: bool = False
     """Learn every text in an overlay of its own and mix it with the untouched base: bounded forgetting."""
     unlabelled: bool = False
-    """With --guard, do not tell where a text is from: overlays open, and are found again, by themselves."""
+    """With --guard, texts come without names: overlays open, and are found again, by what the texts are."""
     prior: float = GuardConfig.prior
     """With --guard, the weight of the base: a window costs at most log(1 / prior) nats more than the base."""
     attention: AttentionName = GuardConfig.attention
@@ -62,16 +63,16 @@ class Adapt:
     also: Annotated[tuple[AlsoName, ...], otherwise("nothing", "{embedding,norms}")] = ()
     """With --guard, what else an overlay may change; tokens the base never saw need "embedding"."""
     switch_rate: float = GuardConfig.switch_rate
-    """With --guard, for texts that change in between; instead of pausing paths that hardly count."""
+    """With --guard, for texts that change in between: the share of weights that each token moves back."""
     max_overlays: Annotated[int | None, otherwise("8, or as many as the learner has been given", "INT")] = (
         None
     )
-    """With --guard, how many there may be."""
+    """With --guard, the most overlays."""
     learn: Annotated[LearnConfig, tyro.conf.arg(name="")] = field(default_factory=LearnConfig)
     canary: Annotated[str | None, otherwise("the run's own validation text", "TEXT")] = None
-    """What must not be forgotten: a name or a file."""
+    """A text that must not be forgotten: a name of `attractor data list` or a file."""
     canary_tokens: int = 16_384
-    """How much of it is read each time."""
+    """The tokens of the canary that are read each time."""
     max_tokens: Annotated[int | None, otherwise("all", "INT")] = None
     """The most tokens that are learned of each text, from its start."""
     context: Annotated[int | None, otherwise(f"{CONTEXT}, or that of its overlays", "INT")] = None
@@ -104,7 +105,10 @@ class Adapt:
             if not isinstance(learner, GuardedLearner) or canary is None:
                 raise ValueError("--unlabelled needs --guard, and a canary to know what the base is used to")
             learner.calibrate(canary)
-        with stop_on_signal() as stopped, _bar(sum(map(len, texts.values()))) as report:
+        with (
+            stop_on_signal() as stopped,
+            _bar(sum(map(len, texts.values())), "adapt", unit="token", unit_scale=True) as report,
+        ):
             summary = adapt(
                 learner,
                 texts,
@@ -209,7 +213,10 @@ class Adapt:
             return known_tokens(self.canary, tokenizer)[: self.canary_tokens]
         found = validation_text(run_folder(self.model))
         if found is None:
-            print("no canary: the run does not tell its text; --canary names one", file=sys.stderr)
+            print(
+                "no canary is watched: the model does not say which text it learned; --canary names one",
+                file=sys.stderr,
+            )
             return None
         return found[: self.canary_tokens]
 
@@ -386,7 +393,7 @@ class Monitor:
         for name in self.data:
             texts[name] = known_tokens(name, found.tokenizer)
         if not texts:
-            raise ValueError(f"{self.model} does not tell its text; name one with --data")
+            raise ValueError(f"{self.model} does not say which text it learned: name one with --data")
         texts = {name: text[: self.max_tokens] for name, text in texts.items()}
         values = health.measure(model, texts)
         print(health.table(values))
@@ -421,25 +428,15 @@ def _in_words(summary: dict[str, Any]) -> str:
         lines.append(f"{name}: perplexity before learning, first piece {first:.3f}, last piece {last:.3f}")
     held = {key.removeprefix("held_back/"): n for key, n in summary.items() if key.startswith("held_back/")}
     lines.append(
-        f"{summary['taught']:,} of {summary['tokens']:,} tokens taught, in {summary['updates']:,} updates; "
-        f"held back: {held or 'none'}; patches allocated: {summary['allocations']}"
+        f"in its life the learner was taught {summary['taught']:,} of {summary['tokens']:,} tokens; "
+        f"updates: {summary['updates']:,}; held back: {held or 'none'}; "
+        f"patches allocated: {summary['allocations']}"
     )
     return "\n".join(lines)
 
 
-class _bar:
+class _bar(progress_bar):
     """Tokens done, the loss before learning, the canary, and what the gates hold back."""
-
-    def __init__(self, tokens: int) -> None:
-        from tqdm import tqdm
-
-        self.bar = tqdm(total=tokens, desc="adapt", unit="token", unit_scale=True, mininterval=0.5)
-
-    def __enter__(self) -> Any:
-        return self.show
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.close()
 
     def show(self, record: dict[str, Any]) -> None:
         self.bar.n = record["tokens"]

@@ -37,7 +37,7 @@ class Demo:
         distributed.parse_device(self.device)
         try:
             from attractor import demo
-        except ImportError as missing:  # told now, and not after minutes of training
+        except ImportError as missing:  # said now, and not after minutes of training
             raise ValueError(
                 f"the demo draws its report with {missing.name}, which is not installed: "
                 'pip install "attractor-patch-networks[cli,train]"'

@@ -1,6 +1,5 @@
 """attractor ask|chat|teach|lessons"""
 
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import tyro
 from attractor.cli.common import Device, ModelName, otherwise
 from attractor.config import check_size
 from attractor.continual.forms import about_each, check_forms, places_of, sentences_of
+from attractor.files import parse_json
 
 if TYPE_CHECKING:
     from attractor.continual.lessons import Lesson
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 ARROW = "=>"
 LESSONS = "lessons.json"
 TEXTS = (".txt", ".md")
+OWN_PATCHES = ("model.safetensors", "checkpoints", "learner", "adapter", "adapter_config.json")
+"""What lies in a run, a saved model, an adaptation or a retrofit."""
 
 
 @dataclass(kw_only=True)
@@ -144,7 +146,7 @@ class Teach:
             if lesson.known < 1:
                 missed += 1
                 if model.source is None:
-                    raise ValueError(f"it was not saved: {folder} is as it was before this lesson")
+                    raise ValueError(f"the model does not know it: {folder} is as it was before this lesson")
                 model.forget(lesson)
                 continue
             known += 1
@@ -193,9 +195,7 @@ class ListLessons:
 
     def run(self) -> int:
         if not (self.folder / LESSONS).is_file():
-            raise ValueError(
-                f"{self.folder} holds no lessons: `attractor teach MODEL --save FOLDER` writes some"
-            )
+            raise ValueError(self._why_none())
         lessons = self._read()
         known = {lesson["number"] for lesson in lessons}
         if unknown := set(self.forget) - known:
@@ -221,10 +221,24 @@ class ListLessons:
             print("no lessons: this is the base")
         return 0
 
+    def _why_none(self) -> str:
+        """Why a model that every verb takes has no lessons to list."""
+        here = "`attractor teach MODEL --save FOLDER` writes some"
+        if not self.folder.is_dir():
+            return f"{self.folder} holds no lessons, because it is no folder: {here}"
+        if any((place / "guard.json").is_file() for place in (self.folder, self.folder / "learner")):
+            return f"{self.folder} holds overlays and no lessons: `attractor overlays {self.folder} list`"
+        if any((self.folder / name).exists() for name in OWN_PATCHES):
+            return (
+                f"{self.folder} keeps no list: what it learns goes into patches that everything it knows "
+                "shares. Lessons that can be listed and forgotten are those of a pretrained model"
+            )
+        return f"{self.folder} holds no lessons: {here}"
+
     def _read(self) -> list[dict[str, Any]]:
         shown = ("number", "subject", "known", "known_before", "patches", "bytes", "forms")
         try:
-            lessons = json.loads((self.folder / LESSONS).read_text())["lessons"]
+            lessons = parse_json((self.folder / LESSONS).read_text())["lessons"]
             return [{name: lesson[name] for name in shown} for lesson in lessons]
         except (ValueError, LookupError, TypeError) as error:
             raise ValueError(f"{self.folder / LESSONS} cannot be read: {error}") from error
@@ -246,9 +260,7 @@ def described(lesson: "Lesson | Taught") -> str:
     if lesson.overrides:
         parts.append(f"  it takes the place of lesson {', '.join(map(str, lesson.overrides))}")
     if lesson.known < 1:
-        parts.append(
-            "  it was not saved; more forms of it, or a subject that stands in all of them, may help"
-        )
+        parts.append("  it was not saved; more forms of it, or a subject that all of them name, may help")
     return "\n".join(parts)
 
 
@@ -297,14 +309,14 @@ def read_entries(path: Path) -> Iterator[Any]:
     if path.suffix == ".jsonl":
         for number, line in enumerate(text.splitlines(), 1):
             if line.strip():
-                yield parse_json(line, f"{path}, line {number}")
+                yield _read_json(line, f"{path}, line {number}")
         return
-    entries = parse_json(text, str(path))
+    entries = _read_json(text, str(path))
     yield from entries if isinstance(entries, list) else [entries]
 
 
-def parse_json(text: str, where: str) -> Any:
+def _read_json(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
+        return parse_json(text)
+    except ValueError as error:
         raise ValueError(f"{where} is not JSON: {error}") from error

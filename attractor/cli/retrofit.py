@@ -10,6 +10,7 @@ import tyro
 
 from attractor.cli.common import INTERRUPTED, Device, progress_bar
 from attractor.config import APNConfig, check_number, check_size
+from attractor.files import write_text
 
 
 @dataclass(kw_only=True)
@@ -28,7 +29,7 @@ class RetrofitModel:
     layers: str = "all"
     """All blocks, their numbers ("0,1,2"), or a pattern ("model.layers.[0-3].mlp")."""
     start: Literal["random", "kmeans"] = "kmeans"
-    """The prototypes to start from: anywhere, or among what the model's own FFNs see of the text."""
+    """The prototypes to start from: random ones, or centres of what the model's FFNs are given."""
     steps: int = 300
     """Training steps."""
     batch_size: int = 8
@@ -36,9 +37,9 @@ class RetrofitModel:
     context: int = 256
     """Tokens of a sequence."""
     learning_rate: float = 1e-2
-    """Patches want a larger one than LoRA or fine-tuning."""
+    """The largest learning rate; patches need a larger one than LoRA or fine-tuning."""
     val_fraction: float = 0.05
-    """The last part of the text: the layers are kept as they were when they predicted it best."""
+    """The share of the text, from its end, that is held out; the layers that predict it best are kept."""
     seed: int = 0
     """The same seed gives the same first weights and the same batches."""
     device: Device = None
@@ -93,7 +94,7 @@ class RetrofitModel:
 
         def keep() -> None:
             net.save_pretrained(adapter)
-            record.write_text(json.dumps(summary, indent=2) + "\n")  # the rest when it is known
+            write_text(record, json.dumps(summary, indent=2) + "\n")  # the rest when it is known
 
         with stop_on_signal() as stopped, progress_bar(self.steps, "retrofit") as report:
             done = teach(
@@ -113,7 +114,7 @@ class RetrofitModel:
             raise ValueError("the model cannot predict this text: no loss was finite, and nothing was kept")
         if done["diverged"]:
             print(f"step {done['steps']} diverged: try a --learning-rate below {self.learning_rate:g}")
-        record.write_text(json.dumps(summary | done, indent=2) + "\n")
+        write_text(record, json.dumps(summary | done, indent=2) + "\n")
         print(
             f"perplexity of the held-out text {math.exp(done['before']):.3f} -> {math.exp(done['best']):.3f} "
             f"(step {done['best_step']}); the layers are in {adapter}"

@@ -56,26 +56,26 @@ class Serve:
     """The address to listen on; one that other machines can reach needs --keys."""
     port: int = 8000
     """The port to listen on; 0 takes a free one."""
-    keys: Annotated[Path | None, otherwise("everybody on this machine may do everything", "PATH")] = None
+    keys: Annotated[Path | None, otherwise("all on this machine may do everything", "PATH")] = None
     """The file that says who may do what; `attractor keys` writes it."""
     chat: Annotated[ChatName | None, otherwise("the model's own, else transcript", "NAME")] = None
     """How the messages of a chat become a prompt."""
     sync: SyncName = "always"
-    """When a change is on the disk: before its answer, or when the system gets to it."""
+    """Whether a change is on the disk before its answer, or when the system writes it."""
     canary: Annotated[
         tuple[str, ...], otherwise("the run's validation text; for lessons, Python's manual", "TEXT")
     ] = ()
-    """Texts that must not suffer: names or files."""
+    """Texts that must not suffer: names of `attractor data list` or files."""
     context: Annotated[int | None, otherwise("512 for a retrofit, else at most 2048", "INT")] = None
-    """Of a Hugging Face model: the longest sequence, in tokens."""
+    """The longest sequence that a Hugging Face model is given, in tokens."""
     prior: float = GuardConfig.prior
     """The weight of the base: a window costs at most log(1 / prior) nats more than the base."""
     attention: AttentionName = GuardConfig.attention
     """What an overlay may change in attention: nothing, low-rank deltas, or whole matrices."""
-    also: tuple[AlsoName, ...] = ()
+    also: Annotated[tuple[AlsoName, ...], otherwise("nothing", "{embedding,norms}")] = ()
     """What else an overlay may change."""
     max_overlays: int = GuardConfig.max_overlays
-    """How many sources the server keeps."""
+    """The most sources that the server keeps."""
     teach: LearnConfig = field(
         default_factory=lambda: LearnConfig(update=UpdateConfig(learning_rate=1e-3), max_patches=4)
     )
@@ -177,6 +177,12 @@ class Serve:
     def _learner(self, found: "Model") -> "GuardedLearner":
         from attractor.continual.guarded import GuardedLearner
 
+        if found.guarded is None and not found.model.apn_layers():
+            raise ValueError(
+                f"{self.model} has no APN layers, and a server keeps what it learns in patches: serve one "
+                "that has some, or a pretrained model (`attractor serve smollm2-135m`). `attractor ask` and "
+                "`attractor sample` write with this one"
+            )
         if found.guarded is None:
             return GuardedLearner(found.model, found.tokenizer, self._config())
         if self._config() != Serve(model=self.model)._config():

@@ -12,14 +12,7 @@ import tyro
 
 from attractor import presets
 from attractor.cli.common import INTERRUPTED, Device, JSONFile, dataset_of, otherwise, progress_bar
-from attractor.config import (
-    DataConfig,
-    GPTConfig,
-    RunConfig,
-    TrainConfig,
-    check_choice,
-    check_size,
-)
+from attractor.config import DataConfig, GPTConfig, RunConfig, TrainConfig, check_choice, check_size
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +29,9 @@ class Train:
     """
 
     model: GPTConfig
+    """What the model is: its size, and what stands in the place of its FFNs."""
     train: TrainConfig
+    """How the model is trained."""
     data: str
     """The text: a name of `attractor data list`, a file, a folder, a quoted glob, or a prepared dataset."""
     tokenizer: str
@@ -44,7 +39,7 @@ class Train:
     vocab_size: Annotated[int | None, otherwise("4096 for bpe, else as many as there are", "INT")]
     """Size of a BPE vocabulary."""
     val_fraction: float
-    """The last part of the text, held out for validation."""
+    """The share of the text, from its end, that is held out for validation."""
     out: Annotated[Path | None, otherwise("runs/PRESET", "PATH")] = None
     """The run's folder."""
     resume: Literal["never", "auto"] = "never"

@@ -46,7 +46,7 @@ class Habits:
 
 
 SAMPLE = 1024
-"""Tokens that are kept to tell what an allocation changed."""
+"""Tokens that are kept, so that it can be measured what an allocation changed."""
 
 
 @dataclass(frozen=True, eq=False)

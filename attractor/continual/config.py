@@ -34,17 +34,17 @@ class UpdateConfig(JSONConfig):
     rule: RuleName = "adamw"
     """"adamw" keeps moments and a count of steps for each patch, and leaves those of other patches alone."""
     learning_rate: float = 1e-4
-    """alpha, the gain of an update."""
+    """alpha, the learning rate of patches."""
     others_rate: float = 1.0
-    """Factor on it for parameters outside of APN layers, if any learn: patches often want a larger one."""
+    """The rate of parameters outside of APN layers, if any learn, is `learning_rate` times this."""
     beta1: float = 0.9
     """Adam's first moment: how slowly the mean of a patch's gradients follows."""
     beta2: float = 0.99
     """Adam's second moment: how slowly the mean of their squares follows."""
     weight_decay: float = 0.0
-    """On the decoders of patches that learn in a step, and only then."""
+    """Weight decay of decoders, in the steps in which their patches learn."""
     clip_norm: float | None = None
-    """Limit on the norm of all gradients of a step together."""
+    """The largest norm of all gradients of a step together; None is no limit."""
     max_change: float | None = None
     """kappa: the most that the update of one step may move a patch, over all of its trained parameters."""
     max_decoder: float | None = None
@@ -74,13 +74,13 @@ class GateConfig(JSONConfig):
     """Which tokens may teach. A gate that is None lets every token pass."""
 
     min_entropy: float | None = None
-    """Least entropy of the model's prediction, in nats: what is certain already has nothing to teach."""
+    """A token teaches only where the prediction has at least this entropy, in nats: it is not certain."""
     max_entropy: float | None = None
-    """Largest entropy of the prediction: no large updates from guesses (the paper's confidence gating)."""
+    """A token teaches only where the prediction has at most this entropy (the paper's confidence gating)."""
     min_confidence: float | None = None
-    """Least router confidence max_i s_i, in every APN layer: updates attach to stable addresses."""
+    """A token teaches only where max_i s_i, the router's confidence, is at least this in every APN layer."""
     max_surprise: float | None = None
-    """Largest loss, in standard deviations above the mean of the stream so far."""
+    """A token teaches only where its loss is at most so many standard deviations above the stream's mean."""
 
     def __post_init__(self) -> None:
         for name in ("min_entropy", "max_entropy"):
@@ -106,13 +106,13 @@ class AllocationConfig(JSONConfig):
     window: int = 1024
     """Tokens over which confidence must stay low."""
     cooldown: int = 8192
-    """Tokens of a layer from one allocation to the next; for so long a new patch is not recycled either."""
+    """Tokens from one allocation of a layer to the next; a new patch is not recycled for as long."""
     most_patches: int | None = None
-    """Where "grow" ends; None is twice the patches that were there at first."""
+    """The most patches that "grow" makes; None is twice as many as there were at first."""
     usage_horizon: int = 100_000
     """Tokens over which the moving average of usage forgets."""
     min_share: float | None = None
-    """Keep usage even: recycle a patch whose usage falls below this share of the mean, novelty or not."""
+    """A patch whose usage falls below this share of the mean is recycled, whether or not tokens are new."""
 
     def __post_init__(self) -> None:
         check_choice("mode", self.mode, get_args(AllocationName))
@@ -129,7 +129,7 @@ class AllocationConfig(JSONConfig):
                 raise ValueError(f'min_share={self.min_share} needs mode="replace", not {self.mode!r}')
 
 
-def settled(seen: int, horizon: int | None) -> float:
+def rate_factor(seen: int, horizon: int | None) -> float:
     """What a rate is multiplied by after so many tokens, by `LearnConfig.rate_horizon`."""
     return 1.0 if horizon is None else (1 + seen / horizon) ** -0.5
 
@@ -144,13 +144,13 @@ class LearnConfig(JSONConfig):
     budget: int = 1024
     """B: learn once in so many tokens of the stream, and when the source changes or the learner is saved."""
     rate_horizon: int | None = None
-    """Every rate is divided by sqrt(1 + tokens so far / this): a learner settles. None: it never does."""
+    """Every rate is divided by sqrt(1 + tokens so far / this); None keeps the rates as they are."""
     max_patches: int | None = None
-    """Of the patches a step could teach, only so many learn: those used here more than usual."""
+    """The most patches that learn in a step: those that are used more than usual; None is no limit."""
     prototype_rate: float = 0.0
-    """Moving average of the prototypes that are taught, towards the tokens that chose them; 0 is off."""
+    """How fast prototypes of taught patches move towards the tokens that chose them; 0 is not at all."""
     scale_factor: float = 1.0
-    """Factor on the scale (gamma) of every APN layer while the learner holds the model; not saved in it."""
+    """The scale (gamma) of every APN layer is multiplied by this while the learner holds the model."""
     dropout: bool = False
     """Keep the model's dropout on while learning."""
     max_observation: int = 16_777_216
@@ -187,11 +187,11 @@ class GuardConfig(JSONConfig):
 
     learn: LearnConfig = field(default_factory=LearnConfig)
     prior: float = 0.5
-    """Of the base; overlays share the rest. A window costs at most log(1 / prior) nats more than the base."""
+    """The weight of the base; overlays share the rest. A window costs at most log(1 / prior) nats more."""
     window: int | None = None
     """Tokens after which the weights start again; None is the model's context."""
     switch_rate: float = 0.0
-    """Share of the weights that goes back to the prior with each token, for texts that change in between."""
+    """The share of the weights that each token moves back to the prior, for texts that change in between."""
     pause: float = 0.01
     """Nats that a window of generated text may cost more, so that paths which hardly count need not run."""
     attention: AttentionName = "off"
@@ -201,7 +201,7 @@ class GuardConfig(JSONConfig):
     also: tuple[AlsoName, ...] = ()
     """What else an overlay may change: "embedding" (tokens the base never saw need it), "norms"."""
     max_overlays: int = 8
-    """Every overlay costs a forward pass until the text has settled which one is right."""
+    """The most overlays; each costs a forward pass until the text has shown which one is right."""
     keep_versions: int = 16
     """How many versions of an overlay can be rolled back to."""
     tolerance: float = 0.1
@@ -233,38 +233,36 @@ class LessonConfig(JSONConfig):
     """How a lesson is learned."""
 
     passes: int = 24
-    """How often every form of the lesson is read at most."""
+    """The most passes over the forms of a lesson."""
     step: float = 2.7
     """The length of the first step of the lesson's vector, as a multiple of `Lessons.unit`."""
     momentum: float = 0.8
     """The share of the last step that is in the next one."""
     decay: float = 0.1
-    """The share by which the vector shrinks in a step: what is added where a lesson acts by accident is
-    small."""
+    """The share by which the vector shrinks in a step, so that what is added by accident is small."""
     prototypes: int = 6
     """A lesson begins with at most so many patches: the subject as seen in different contexts."""
     most: int = 16
-    """It has at most so many in the end: one more for each context that is taken for another lesson's."""
+    """The most patches in the end: one more for each context that would be taken for another lesson's."""
     cover: float = 0.95
-    """No further prototype once every context has this cosine with one."""
+    """No further prototype is added once every context has this cosine with one."""
     radius: float = 0.65
     """The least radius; a lesson's own is larger where background or an earlier lesson comes close."""
     strangers: int = 32
-    """About so many texts name somebody else in the subject's place: what resembles the subject there and is
-    not it gets patches that add nothing. 0: somebody of the same last name may be taken for the subject."""
+    """Texts, about, that name something else in the subject's place, so that silent patches can be placed;
+    with 0 there are none, and another name with the same last word may be taken for the subject."""
     apart: float = 0.6
-    """Where such a patch takes over: from the mean of strangers, 0, to that of the subject, 1."""
+    """Where a silent patch takes over: from the mean of those other names, 0, to that of the subject, 1."""
     room: float = 0.02
     """How far basins stay away from background, and from prototypes of other lessons."""
     contexts: int = 8
     """In how many different frames each form is read."""
     after: int = 4
-    """So many tokens that the base itself would write after an answer are learned with it: a text goes on as
-    before."""
+    """Tokens that the base would write after an answer, and that are learned with it."""
     mention: int = 16
-    """As many that it would write after a sentence that names the subject and asks nothing."""
+    """Tokens that the base would write after a sentence that names the subject and asks nothing."""
     after_weight: float = 0.1
-    """What such a token counts beside one of the answer."""
+    """What a token of the base's own counts beside one of the answer."""
     questions: int = 3
     """So many prompts of a lesson are asked for before and after it, in a form that it is not learned in."""
     enough: float = 0.25

@@ -49,7 +49,7 @@ class Consolidation:
         learner.usual = Surprise()
 
     def revert(self) -> None:
-        """Everything is as before, to the bit."""
+        """Put the old base back: everything is as before, to the bit."""
         learner = self._close()
         learner.base, learner.base_hash, learner.sources = self.base, self.base_hash, self.sources
 

@@ -50,7 +50,7 @@ class Delta:
         """What has to be written over `before` to have `after`; both have the same names and types.
 
         Tensors named in `banks` (default: all of them) are compared row by row and may have grown. Others
-        are kept whole where any bit differs, and so is whatever has another shape otherwise.
+        are kept whole where any bit differs, and so is a tensor that has another shape otherwise.
         """
         if before.keys() != after.keys():
             raise ValueError(f"these are not in both: {sorted(before.keys() ^ after.keys())[:4]}")
@@ -75,7 +75,7 @@ class Delta:
 
     @property
     def nbytes(self) -> int:
-        """Of everything that is kept, the numbers of rows too."""
+        """The bytes of all values and of the numbers of rows."""
         return sum(x.nbytes for pair in self.rows.values() for x in pair) + sum(
             x.nbytes for x in self.whole.values()
         )
@@ -86,7 +86,7 @@ class Delta:
         yield from (values for _, values in self.rows.values())
 
     def under(self, prefix: str) -> "Delta":
-        """The part whose names begin so, without that beginning."""
+        """Return the tensors whose names begin with a prefix, without the prefix."""
 
         def part(named: Mapping[str, object]) -> dict[str, object]:
             return {name.removeprefix(prefix): x for name, x in named.items() if name.startswith(prefix)}
@@ -96,7 +96,7 @@ class Delta:
     # --- what it does
 
     def check(self, tensors: Mapping[str, Tensor] | None = None) -> None:
-        """A ValueError for what is no delta, or none of these tensors."""
+        """Raise a ValueError unless this is a delta of these tensors."""
         if both := self.rows.keys() & self.whole.keys():
             raise ValueError(f"{min(both)} is there as rows and as a whole")
         for name, (numbers, values) in self.rows.items():
@@ -146,7 +146,7 @@ class Delta:
             target.index_copy_(0, numbers.to(target.device), values.to(target.device))
 
     def merge(self, later: "Delta") -> "Delta":
-        """One that does what this and then `later` do."""
+        """Return the delta that does what this one and then `later` do."""
         rows, whole = dict(self.rows), dict(self.whole)
         for name, value in later.whole.items():
             rows.pop(name, None)
@@ -197,7 +197,7 @@ class Delta:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "Delta":
-        """What `to_bytes` wrote; a ValueError for anything else."""
+        """Read what `to_bytes` wrote; anything else is a ValueError."""
         try:
             tensors = load(data)
             groups = {
@@ -221,7 +221,7 @@ class Delta:
 
 
 def merged(deltas: Iterable[Delta]) -> Delta:
-    """One that does what all do, one after the other."""
+    """Return the delta that does what all of these do, one after the other."""
     pile: list[Delta] = []
     for delta in deltas:
         pile_up(pile, delta)

@@ -33,15 +33,15 @@ class Usual(NamedTuple):
 
 
 REMEMBERED = 8
-"""Pieces that tell what an overlay is used to."""
+"""The last pieces, by which it is known what an overlay is used to."""
 
 
 def usual_in(values: Any) -> tuple[Usual, ...]:
-    """Out of a file that anybody may have written, or a ValueError."""
+    """Read what an overlay is used to from a file of unknown origin; a ValueError where it is damaged."""
     try:
         found = tuple(Usual(*map(float, piece)) for piece in values)[-REMEMBERED:]
     except (TypeError, OverflowError) as error:
-        raise ValueError(f"{values!r} does not tell what an overlay is used to") from error
+        raise ValueError(f"{values!r} does not say what an overlay is used to") from error
     if not all(math.isfinite(number) for piece in found for number in piece):
         raise ValueError("what an overlay is used to has numbers that are not finite")
     return found

@@ -34,7 +34,7 @@ class Surprise(NamedTuple):
 
     @classmethod
     def from_list(cls, values: list[float]) -> "Surprise":
-        """Out of a file; a ValueError or a TypeError if it is not one."""
+        """Read it from a file; a ValueError or a TypeError if it is not one."""
         mean, square, tokens = values
         if not (math.isfinite(mean) and math.isfinite(square) and type(tokens) is int and tokens >= 0):
             raise ValueError(f"{values} are not a mean, a mean square and a count")

@@ -7,7 +7,7 @@
 A path is a model. Each predicts the next token, and the prediction is their mixture, weighted by how well
 each has predicted the text so far: p(x_t | x_<t) = sum_m w_m(x_<t) p_m(x_t | x_<t). By Bayes' rule the
 product of these over a window is sum_m prior_m p_m(window), at least prior_m p_m(window) for every m. So a
-window costs at most log(1 / prior_m) nats more than under path m alone, whatever the other paths are. The
+window costs at most log(1 / prior_m) nats more than under path m alone, for any other paths. The
 proof, and what it does not promise, is in docs/bounded-forgetting.md.
 """
 

@@ -34,6 +34,7 @@ from attractor.continual.guard import BASE, Guard
 from attractor.continual.learner import OnlineLearner
 from attractor.continual.observation import Observation, Text, Totals, tokens_of, whole_number
 from attractor.continual.overlay import Archive, Branch, Overlay, fingerprint
+from attractor.continual.update import NO_PATCHES
 from attractor.evaluate import autocast, evaluate, perplexity, token_losses
 from attractor.files import check_hashes, write_folder
 from attractor.generate import generate
@@ -63,7 +64,7 @@ class Source:
 
     @property
     def tokens(self) -> int:
-        """The tokens that it has seen."""
+        """How many tokens the source has shown so far."""
         return self.learner.totals.tokens
 
 
@@ -103,7 +104,7 @@ class GuardedLearner:
         precision: str = "auto",
     ) -> None:
         if not model.apn_layers():
-            raise ValueError("the model has no APN layers; there are no patches to lay over")
+            raise ValueError(NO_PATCHES)
         self.base, self.tokenizer, self.config = model, tokenizer, config or GuardConfig()
         check_config("config", self.config, GuardConfig, ": GuardConfig(learn=...) takes a LearnConfig")
         self.precision = precision
@@ -131,7 +132,7 @@ class GuardedLearner:
         learns nothing), and when none does for a while, a new overlay is opened for those pieces. What a path
         explains is what it predicts no worse than usual; `calibrate` measures what is usual for the base.
         """
-        self._settled()
+        self._check_no_consolidation()
         tokens = self.tokens_in(text)
         if source is None:
             return domains.observe(self, tokens)
@@ -162,7 +163,7 @@ class GuardedLearner:
         if seen.updates:
             self._keep_version(held, source=source)
 
-    def _settled(self) -> None:
+    def _check_no_consolidation(self) -> None:
         if self.consolidation is not None:
             raise ValueError("a consolidation waits: confirm or revert it first")
 
@@ -363,14 +364,14 @@ class GuardedLearner:
 
     def drop(self, name: str) -> None:
         """Forget an overlay altogether. Without any overlay the predictions are the base's, to the bit."""
-        self._settled()
+        self._check_no_consolidation()
         del self.sources[self._known(name)]
         if self.archive is not None:  # an earlier state of it, should it have been there
             self.archive.remove(name)
 
     def rollback(self, name: str, version: int) -> None:
         """Go back to an earlier version of an overlay, to the bit; later ones and moments are gone."""
-        self._settled()
+        self._check_no_consolidation()
         held = self.sources[self._known(name)]
         if version not in held.versions:
             raise ValueError(f"version {version} of {name!r} is not kept; there are {sorted(held.versions)}")
@@ -387,7 +388,7 @@ class GuardedLearner:
 
     def forget(self, source: str) -> str:
         """Remove what a source taught; says what was removed. Exact, because nothing else wrote there."""
-        self._settled()
+        self._check_no_consolidation()
         if source in self.consolidated:
             raise ValueError(f"what {source!r} taught is part of the base since it was consolidated")
         if source in self.sources:
@@ -418,7 +419,7 @@ class GuardedLearner:
         self.check_name(name)
         if name in self.sources:
             raise ValueError(f"there is an overlay {name!r} already; drop it first, or choose another name")
-        self._settled()
+        self._check_no_consolidation()
         self._check_room()
         held = self._from_folder(folder)
         self._make_room()

@@ -30,18 +30,12 @@ from attractor.config import PrecisionName, check_choice, check_config, check_nu
 from attractor.continual import state as states
 from attractor.continual.allocate import Allocator, Habits
 from attractor.continual.baselines.baseline import check_batch
-from attractor.continual.config import LearnConfig, settled
+from attractor.continual.config import LearnConfig, rate_factor
 from attractor.continual.gates import Surprise, admit
-from attractor.continual.observation import (
-    Gathered,
-    Observation,
-    Text,
-    Totals,
-    contiguous_windows,
-    tokens_of,
-)
+from attractor.continual.observation import Gathered, Observation, Text, Totals, contiguous_windows, tokens_of
 from attractor.continual.prototypes import pull, turn
 from attractor.continual.update import (
+    NO_PATCHES,
     LocalUpdate,
     NotFiniteUpdate,
     Undo,
@@ -99,7 +93,7 @@ class OnlineLearner:
         self.precision = precision
         layers: dict[Any, APN] = dict(model.apn_layers())
         if not layers:
-            raise ValueError("the model has no APN layers; there is nothing that could learn locally")
+            raise ValueError(NO_PATCHES)
         self.update = LocalUpdate(layers, self.config.update, others)
         self.allocator = Allocator(layers, self.config.allocation)
         self.layers = layers
@@ -185,7 +179,7 @@ class OnlineLearner:
         return seen
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
-        """Learn from one batch (B, T), whatever the budget; returns its loss before. For training loops.
+        """Learn from one batch (B, T) at once, as training loops do; returns its loss before.
 
         Tokens that wait for an update are learned from first. Targets may be data.IGNORED.
         """
@@ -329,7 +323,7 @@ class OnlineLearner:
                     used = gathered.counts[number].cpu(), usual.cpu()
                     patches = most_specific(patches, *used, self.config.max_patches)
                 taught[number] = patches
-            smaller = settled(token - gathered.tokens, self.config.rate_horizon)
+            smaller = rate_factor(token - gathered.tokens, self.config.rate_horizon)
             with self._gradients(gathered.gradients):
                 changes = self.update.step(
                     taught, gradient_scale=1 / gathered.taught, rate_scale=smaller, undo=undo

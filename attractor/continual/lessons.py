@@ -438,7 +438,7 @@ class Lessons:
 
     @torch.no_grad()
     def _close(self, patches: list[int]) -> None:
-        """Patches that act on nothing, and that nobody owns."""
+        """Patches that act on nothing, and that no lesson owns."""
         assert self.layer.radius is not None
         assert self.layer.decoder is not None
         self.owners += [-1] * (self.layer.num_patches - len(self.owners))

@@ -81,7 +81,7 @@ class Gathered:
 
 @dataclass(frozen=True)
 class Totals:
-    """Over the learner's life."""
+    """What a learner counts over its whole life."""
 
     tokens: int = 0
     scored: int = 0
@@ -109,7 +109,7 @@ class Totals:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Self:
-        """What `dataclasses.asdict` made, from a file that anybody may have written."""
+        """Read what `dataclasses.asdict` made from a file of unknown origin."""
         counts = ("tokens", "scored", "taught", "updates", "allocations")
         return cls(
             **{name: whole_number(fields[name]) for name in counts},
@@ -119,7 +119,7 @@ class Totals:
 
 
 def whole_number(value: object, least: int = 0) -> int:
-    """A count out of a file, or a ValueError."""
+    """Return a count that was read from a file; a ValueError where it is none."""
     if type(value) is not int or not least <= value < 2**62:
         raise ValueError(f"{value!r} is not a count")
     return value

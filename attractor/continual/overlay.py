@@ -28,6 +28,7 @@ from attractor.config import check_choice, check_size
 from attractor.continual.baselines.lora import LowRank
 from attractor.continual.config import AlsoName, AttentionName, check_also
 from attractor.continual.delta import Delta, copied
+from attractor.continual.update import NO_PATCHES
 from attractor.files import check_hashes, parse_json, remove_folder, write_folder
 from attractor.layer import APN, PATCH_ROLES, ROLES, check_roles
 from attractor.lm import TrainableModel
@@ -157,7 +158,7 @@ class Branch:
         check_size("rank", rank)
         check_also(also)
         if not base.apn_layers():
-            raise ValueError("the base has no APN layers; there are no patches to lay over")
+            raise ValueError(NO_PATCHES)
         if not isinstance(base, GPT) and (attention != "off" or also):
             raise ValueError(
                 f"overlays of a {type(base).__name__} hold patches; attention and also are GPT's"

@@ -8,9 +8,9 @@ begins with a few prototypes that are spread out, and gets another one wherever 
 taken for another lesson's, as in the condensed nearest neighbour rule (Hart, 1968). Its radii leave alone
 what background text and earlier lessons have.
 
-No radius tells somebody else of the same last name from the subject, but competition does: beside each basin
-lies a silent one, turned a little towards such strangers. It adds nothing, and is the deeper one where a
-token is more like them. What is silent can only make lessons act on less.
+No radius separates the subject from another person of the same last name, but competition does: beside each
+basin lies a silent one, turned a little towards such strangers. It adds nothing, and is the deeper one where
+a token is more like them. So silent basins can only make lessons act on less.
 """
 
 import dataclasses

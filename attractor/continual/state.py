@@ -23,7 +23,7 @@ Learner = TypeVar("Learner", bound="OnlineLearner")
 
 
 def write(learner: "OnlineLearner", folder: Path) -> None:
-    """The model, its tokenizer, and everything else."""
+    """Write the model, its tokenizer, and all that learning needs to go on."""
     learner.model.save_pretrained(folder)
     if learner.tokenizer is not None:
         learner.tokenizer.save(folder / "tokenizer.json")
@@ -73,7 +73,7 @@ def counters_of(learner: "OnlineLearner") -> dict[str, Any]:
 
 
 def fields_of(learner: "OnlineLearner") -> dict[str, Any]:
-    """All of it that is not a tensor."""
+    """Return all of a learner's state that is not a tensor, as JSON."""
     return {
         **counters_of(learner),
         "config": learner.config.to_dict(),
@@ -84,7 +84,7 @@ def fields_of(learner: "OnlineLearner") -> dict[str, Any]:
 
 
 def restore(learner: "OnlineLearner", state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Checked as strictly as a file that anybody may have written deserves; nothing changes before."""
+    """The checks are as strict as a file of unknown origin needs; nothing changes before they pass."""
     own = {k.removeprefix("update."): v for k, v in tensors.items() if k.startswith("update.")}
     if not all(value.isfinite().all() for value in tensors.values()):
         raise ValueError("numbers that are not finite")

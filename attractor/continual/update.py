@@ -27,6 +27,11 @@ from attractor.continual.delta import Delta, copied, rows_of
 from attractor.layer import APN, PATCH_ROLES, ROLES, RoutingStats, check_roles
 
 EPSILON = 1e-8
+NO_PATCHES = (
+    "this model has no APN layers, so there are no patches that could learn: train one that has "
+    "(`attractor train tiny_apn`), give a pretrained one some (`attractor retrofit`), or teach one facts "
+    "(`attractor teach smollm2-135m`)"
+)
 MOMENTS = ("mean", "square", "steps")
 """What AdamW keeps for each parameter, by patch."""
 Tensors = list[Tensor] | tuple[Tensor, ...]
@@ -61,7 +66,7 @@ class Part(NamedTuple):
 
 @contextmanager
 def all_or_nothing(undo: Undo | None = None) -> Iterator[Undo]:
-    """Whatever is changed inside appends how to take it back; an exception takes everything back.
+    """Every change inside appends how to take it back, and an exception takes all of them back.
 
     With the `undo` of a larger change they become part of it, and are taken back with it.
     """
@@ -216,7 +221,7 @@ def _by_key(parts: Sequence[Part], values: Sequence[Tensor]) -> dict[str, Tensor
 
 
 def _is_all(patches: Tensor, count: int) -> bool:
-    """Tell whether these are all patches, in order: then nothing has to be gathered."""
+    """Return whether these are all patches, in order: then nothing has to be gathered."""
     return len(patches) == count and torch.equal(patches, torch.arange(count, device=patches.device))
 
 
@@ -240,7 +245,7 @@ class LocalUpdate:
     ) -> None:
         check_roles(config.train)
         if not layers:
-            raise ValueError("there are no APN layers to update")
+            raise ValueError(NO_PATCHES)
         self.layers, self.config, self.others = dict(layers), config, dict(others or {})
         self.learning_rate = config.learning_rate  # a schedule may set it
         self.state: dict[str, Tensor] = {}  # flat, by layer, parameter and part: fit for safetensors

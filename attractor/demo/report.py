@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 
 
 def templates(*folders: Path) -> Environment:
-    """Templates of these folders; whatever they are given is text, and a name that is not there an error."""
+    """Templates of these folders: what they are given is text, and a name that is not there is an error."""
     found = Environment(loader=FileSystemLoader([*folders, HERE]), autoescape=True, undefined=StrictUndefined)
     found.filters["pretty"] = lambda values: json.dumps(values, indent=2)
     return found
@@ -104,7 +104,7 @@ def learned(adaptation: dict[str, Any]) -> list[tuple[str, list[str], str, list[
 
 
 def verdict(layer: dict[str, Any]) -> tuple[str, str]:
-    """A word and a sentence on how a layer shares its work. The page tells the reader the same limits."""
+    """A word and a sentence on how a layer shares its work. The page shows the same limits."""
     patches, dead, effective = layer["num_patches"], layer["dead_patches"], layer["effective_patches"]
     if effective < 2 * layer["top_k"] or dead > patches / 2:
         word = "collapsed"

@@ -35,10 +35,7 @@ KEPT = 8
 
 
 def calibrated(
-    model: Any,
-    tokens: Tensor,
-    settings: Mapping[str, Any],
-    measure: Callable[[], tuple[Calibration, float]],
+    model: Any, tokens: Tensor, settings: Mapping[str, Any], measure: Callable[[], tuple[Calibration, float]]
 ) -> tuple[Calibration, float]:
     """The calibration of a base and its unit (see `Lessons`): from the cache, or measured and kept there."""
     key = _key(model, tokens, settings)

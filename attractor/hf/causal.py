@@ -186,7 +186,7 @@ class CausalLM(nn.Module):
         return dataclasses.replace(self.config, base=files.base_fields(self.base), layers=layers)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """The retrofit alone: its base is to be had where it came from."""
+        """Write the retrofit alone, without its base."""
         if self.name is None:
             raise ValueError("this is the base without a retrofit: there is nothing of ours to save")
         self.net.save_pretrained(folder, name=self.name)

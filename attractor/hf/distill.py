@@ -5,7 +5,7 @@ from torch import Tensor
 
 from attractor.layer import APN
 from attractor.lm import mode
-from attractor.loop import annealed, descend
+from attractor.loop import Loop, annealed, descend
 
 LAST = ("decoder", "decoder_base", "offset_out")
 """The parameters of a layer that its update is linear in."""
@@ -33,12 +33,16 @@ def distill(layer: APN, inputs: Tensor, outputs: Tensor, *, steps: int, seed: in
             layer.encoder.div_(loudness_in)
     targets = outputs / loudness_out
     optimizer = torch.optim.AdamW(layer.parameters(), weight_decay=0.0)
+
+    def take(step: int) -> Tensor:
+        chosen = torch.randint(len(taught), (min(BATCH, len(taught)),), generator=generator)
+        rows = taught[chosen.to(taught.device)]
+        loss = (layer(inputs[rows]) - targets[rows]).square().mean()
+        descend(optimizer, [loss], LEARNING_RATE * annealed(step, steps))
+        return loss.detach()
+
     with mode(layer, training=True), torch.enable_grad():
-        for step in range(steps):
-            chosen = torch.randint(len(taught), (min(BATCH, len(taught)),), generator=generator)
-            rows = taught[chosen.to(taught.device)]
-            loss = (layer(inputs[rows]) - targets[rows]).square().mean()
-            descend(optimizer, [loss], LEARNING_RATE * annealed(step, steps))
+        Loop(take).run_until(steps)
     with torch.no_grad():
         for name, parameter in layer.named_parameters():
             if name in LAST:

@@ -1,14 +1,19 @@
 """A model in two halves: what lies below an APN layer, which no lesson changes, and what lies above it.
 
     halves = Halves(net, "lessons")
-    below = halves.below(texts)                     # once
-    (state,) = halves.after(below, [([0, 2], [7, 4])])  # once: of these two texts what follows so many tokens
-    logits = halves.above(state, texts, positions)  # in every pass: (n, vocabulary), of these places alone
+    below = halves.below(texts)                         # once
+    (state,) = halves.after(below, [([0, 2], [7, 4])])  # once
+    logits = halves.above(state, texts, positions)      # in each pass: of these places alone
 
-A lesson reads its texts many times. The blocks below the layer give the same result each time, and so do
-those above it for what stands before the subject: of that, keys and values are kept. Of the logits, which are
-most of the work in a small model, only those of graded tokens are needed. Texts are read side by side
-(`woven`), or one in a row by models that cannot be told what each token sees.
+A lesson reads its texts many times, and most of what is computed is the same each time:
+
+- `below`: what the blocks below the layer make of all texts.
+- `after`: keys and values that the blocks above it have for the tokens before the subject, here for texts 0
+  and 2 before their tokens 7 and 4. What a lesson changes begins at the subject.
+- `above`: the rest of the upper half. Logits are most of the work in a small model, so only those of graded
+  tokens are computed.
+
+Texts are read side by side (`woven`). A model that takes no positions and no mask reads one in a row.
 """
 
 import inspect

@@ -30,7 +30,7 @@ def retrofit(
 
     `mode="beside"` adds an APN layer to each FFN, whose update is zero until it learns: the logits stay the
     same. `mode="replace"` distils each FFN into an APN layer on a `sample` of text. All options are in
-    `attractor.hf.build.Options`; `name` tells several retrofits of one model apart.
+    `attractor.hf.build.Options`; `name` distinguishes several retrofits of one model.
 
     >>> import torch
     >>> from attractor import APNConfig, retrofit
@@ -246,7 +246,7 @@ class Retrofit(nn.Module):
         return self.model
 
     def merge(self) -> Any:
-        """The model without APN layers and with their effect: possible only while they have none.
+        """The model without APN layers and with the same logits: possible only while they add nothing.
 
         Which patches a token gets depends on the token, and so does every gate: no weights of a dense FFN
         compute the same. Even one patch with a constant gate is a linear map beside the FFN, which has no
@@ -341,7 +341,7 @@ def _check_description(net: nn.Module, state: dict[str, Any], prefix: str, *_: o
 def _miss_no_base(net: nn.Module, incompatible: Any) -> None:
     base = {f"model.{key}" for key in cast(Retrofit, net).model.state_dict()}
 
-    def is_of_base(key: str) -> bool:  # whatever holds us puts its own name before
+    def is_of_base(key: str) -> bool:  # a module that holds us puts its own name before
         parts = key.split(".")
         return any(".".join(parts[start:]) in base for start in range(len(parts)))
 

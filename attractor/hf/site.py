@@ -98,7 +98,7 @@ class Site:
         return given.to(hidden.device)
 
     def ffn(self, *arguments: Any, **options: Any) -> Any:
-        """What was here before."""
+        """The FFN that stood here before."""
         (first, found), *rest = zip(self.place.modules, self.found, strict=True)
         output = _original(first, found)(*arguments, **options)
         for module, found in rest:
@@ -152,7 +152,7 @@ def pass_on(hidden: Tensor) -> Tensor:
 
 
 def _original(module: nn.Module, found: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Asked for at every call: a bound method would be pickled as whatever stands in for it."""
+    """A property, because a bound method would be pickled as what stands in its place at the time."""
     return found if found is not None else partial(type(module).forward, module)
 
 

@@ -61,22 +61,7 @@ def fused(
     (n, d), (K, r) = z_nd.shape, (P_Kd.shape[0], V_dr.shape[1])
     shape = Shape(n, d, K, top_k, r, dtype)
     device = z_nd.device
-    outputs = _fake_fused(
-        z_nd,
-        P_Kd,
-        V_dr,
-        a_Kr,
-        b_Kr,
-        U_Krd,
-        keep_nk,
-        radius_K,
-        top_k,
-        temperature,
-        scale,
-        cosine,
-        dtype,
-        backward,
-    )
+    outputs = _empty_outputs(z_nd, P_Kd, V_dr, top_k, dtype, backward)
     _, idx_nk, w_nk, confidence_n, s_nk, u_nr, inverse_z_n, inverse_p_K, order, numbers = outputs
     if n == 0:
         return outputs
@@ -157,21 +142,8 @@ def fused(
     return update_nd, *outputs[1:]
 
 
-def _fake_fused(
-    z_nd: Tensor,
-    P_Kd: Tensor,
-    V_dr: Tensor,
-    a_Kr: Tensor | None,
-    b_Kr: Tensor,
-    U_Krd: Tensor,
-    keep_nk: Tensor | None,
-    radius_K: Tensor | None,
-    top_k: int,
-    temperature: float,
-    scale: float,
-    cosine: bool,
-    dtype: torch.dtype,
-    backward: bool,
+def _empty_outputs(
+    z_nd: Tensor, P_Kd: Tensor, V_dr: Tensor, top_k: int, dtype: torch.dtype, backward: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     (n, d), (K, r) = z_nd.shape, (P_Kd.shape[0], V_dr.shape[1])
     plan = Plan.empty(Shape(n if backward else 0, d, K, top_k, r, dtype), z_nd.device)
@@ -193,7 +165,7 @@ def _fake_fused(
     )
 
 
-_fused = launch.operator(fused, _fake_fused)
+_fused = launch.operator(fused, _empty_outputs)
 
 
 def fused_backward(
@@ -282,23 +254,14 @@ def fused_backward(
     return [grad_z_nd, grad_V_dr, *banks]
 
 
-def _fake_fused_backward(
-    grad_nd: Tensor,
-    grad_w_nk: Tensor | None,
-    grad_confidence_n: Tensor | None,
-    z_nd: Tensor,
-    P_Kd: Tensor,
-    V_dr: Tensor,
-    a_Kr: Tensor | None,
-    b_Kr: Tensor,
-    U_Krd: Tensor,
-    *rest: Any,
+def _empty_gradients(
+    z_nd: Tensor, P_Kd: Tensor, V_dr: Tensor, a_Kr: Tensor | None, b_Kr: Tensor, U_Krd: Tensor
 ) -> list[Tensor]:
     given = [z_nd, V_dr, U_Krd, P_Kd, b_Kr] + ([] if a_Kr is None else [a_Kr])
     return [torch.empty_like(x) for x in given]
 
 
-_fused_backward = launch.operator(fused_backward, _fake_fused_backward)
+_fused_backward = launch.operator(fused_backward, _empty_gradients)
 
 
 class _Fused(torch.autograd.Function):
@@ -373,7 +336,7 @@ def fused_decode(
 
     (n, k, q), (K, _, d) = code_nkq.shape, U_Kqd.shape
     shape = Shape(n, d, K, k, q, code_nkq.dtype)
-    update_nd, order, numbers = _fake_decode(code_nkq, U_Kqd, idx_nk, backward)
+    update_nd, order, numbers = _empty_decoded(code_nkq, U_Kqd, backward)
     if n == 0:
         return update_nd, order, numbers
     if n <= FEW_TOKENS and not backward:
@@ -386,15 +349,13 @@ def fused_decode(
     return launch.decode(shape, plan, code_nkq, None, None, None, U_Kqd, idx_nk, None, 1.0), order, numbers
 
 
-def _fake_decode(
-    code_nkq: Tensor, U_Kqd: Tensor, idx_nk: Tensor, backward: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_decoded(code_nkq: Tensor, U_Kqd: Tensor, backward: bool) -> tuple[Tensor, Tensor, Tensor]:
     (n, k, q), (K, _, d) = code_nkq.shape, U_Kqd.shape
     plan = Plan.empty(Shape(n if backward else 0, d, K, k, q, code_nkq.dtype), code_nkq.device)
     return code_nkq.new_empty(n, d), plan.order, plan.numbers
 
 
-_fused_decode = launch.operator(fused_decode, _fake_decode)
+_fused_decode = launch.operator(fused_decode, _empty_decoded)
 
 
 def fused_decode_backward(
@@ -410,13 +371,11 @@ def fused_decode_backward(
     return grads.code.view(n, k, q), grad_U
 
 
-def _fake_decode_backward(
-    grad_nd: Tensor, code_nkq: Tensor, U_Kqd: Tensor, order: Tensor, numbers: Tensor
-) -> tuple[Tensor, Tensor]:
+def _empty_decode_gradients(code_nkq: Tensor, U_Kqd: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(code_nkq), torch.empty_like(U_Kqd)
 
 
-_fused_decode_backward = launch.operator(fused_decode_backward, _fake_decode_backward)
+_fused_decode_backward = launch.operator(fused_decode_backward, _empty_decode_gradients)
 
 
 class _FusedDecode(torch.autograd.Function):

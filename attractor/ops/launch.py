@@ -1,5 +1,6 @@
 """Sizes, plans and launches of the fused backend's kernels. Shape suffixes as in reference.py."""
 
+import inspect
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -25,14 +26,14 @@ def triton_type(dtype: torch.dtype) -> Any:
 
 
 def little_shared_memory() -> bool:
-    """Then tiles are smaller, and wait in shorter queues."""
+    """Whether blocks have little shared memory: tiles are then smaller, and fewer of them wait."""
     return torch.cuda.is_initialized() and _has_little(torch.cuda.current_device())
 
 
 @lru_cache
 def _has_little(device: int) -> bool:
     properties = torch.cuda.get_device_properties(device)
-    # not every build of torch tells the larger figure
+    # not every build of torch knows the larger figure
     most = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
     return most < LITTLE
 
@@ -56,15 +57,18 @@ def _on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:
 def operator(run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[..., Any]:
     """`run`, and an operator of it that torch.compile calls and does not look into.
 
-    What torch.library.custom_op does, without its check of every call for aliasing: that took longer than
-    the launches. Where nobody watches operators, `run` is called as it is.
+    `fake` makes empty outputs, of those arguments of `run` that it has by the same name. This is what
+    torch.library.custom_op does, without its check of every call for aliasing, which took longer than the
+    launches. Where no one watches operators, `run` is called as it is.
     """
     name = f"attractor::{run.__name__}"
     on_gpu = _on_its_device(run)
+    every = list(inspect.signature(run).parameters)
+    places = [every.index(argument) for argument in inspect.signature(fake).parameters]
     torch.library.define(name, torch.library.infer_schema(run, mutates_args=()))
     torch.library.impl(name, "cpu", run)
     torch.library.impl(name, "cuda", on_gpu)
-    torch.library.register_fake(name, fake)
+    torch.library.register_fake(name, lambda *given: fake(*(given[place] for place in places)))
     registered = getattr(torch.ops.attractor, run.__name__).default
 
     def call(first: Tensor, *rest: Any) -> Any:

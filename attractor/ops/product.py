@@ -72,9 +72,7 @@ def product_forward(
     """update, indices, weights, confidence; then scores, codes and inverse lengths for the backward pass."""
     from attractor.ops import kernels
 
-    outputs = _fake_forward(
-        z_nd, C_2Nm, V_dr, a_Kr, b_Kr, U_Krd, keep_nk, top_k, temperature, scale, cosine, dtype, backward
-    )
+    outputs = _empty_outputs(z_nd, C_2Nm, V_dr, top_k, dtype)
     update_nd, idx_nk, w_nk, confidence_n, s_nk, u_nr, inverse_z_n, inverse_c_2N = outputs
     n, d, N = *z_nd.shape, C_2Nm.shape[1]
     shape = Shape(n, d, N, top_k, V_dr.shape[1], dtype)
@@ -146,37 +144,13 @@ def product_forward(
     )
     blocks = gather_blocks(shape)
     kernels.gather_decode[(n, -(-d // blocks["BD"]))](
-        u_nr,
-        w_nk,
-        a_Kr,
-        b_Kr,
-        U_Krd,
-        idx_nk,
-        update_nd,
-        scale,
-        D=d,
-        R=shape.r,
-        k=top_k,
-        GATE=kind,
-        **blocks,
+        u_nr, w_nk, a_Kr, b_Kr, U_Krd, idx_nk, update_nd, scale, D=d, R=shape.r, k=top_k, GATE=kind, **blocks
     )
     return outputs
 
 
-def _fake_forward(
-    z_nd: Tensor,
-    C_2Nm: Tensor,
-    V_dr: Tensor,
-    a_Kr: Tensor | None,
-    b_Kr: Tensor,
-    U_Krd: Tensor,
-    keep_nk: Tensor | None,
-    top_k: int,
-    temperature: float,
-    scale: float,
-    cosine: bool,
-    dtype: torch.dtype,
-    backward: bool,
+def _empty_outputs(
+    z_nd: Tensor, C_2Nm: Tensor, V_dr: Tensor, top_k: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     n = z_nd.shape[0]
 
@@ -195,7 +169,7 @@ def _fake_forward(
     )
 
 
-_product_forward = launch.operator(product_forward, _fake_forward)
+_product_forward = launch.operator(product_forward, _empty_outputs)
 
 
 def product_backward(
@@ -219,7 +193,7 @@ def product_backward(
     cosine: bool,
     wants_codebooks: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of z, V and C (empty if nobody wants it); codes and gradients of the gate of each pair."""
+    """Gradients of z, V and C (empty if it is not wanted); codes and gradients of the gate of each pair."""
     from attractor.ops import kernels
 
     outputs = _empty_gradients(z_nd, C_2Nm, V_dr, a_Kr, idx_nk, u_nr, wants_codebooks)
@@ -316,30 +290,6 @@ def _codebook_gradient(
     )
 
 
-def _fake_backward(
-    grad_nd: Tensor,
-    grad_w_nk: Tensor | None,
-    grad_confidence_n: Tensor | None,
-    z_nd: Tensor,
-    C_2Nm: Tensor,
-    V_dr: Tensor,
-    a_Kr: Tensor | None,
-    b_Kr: Tensor,
-    U_Krd: Tensor,
-    idx_nk: Tensor,
-    w_nk: Tensor,
-    s_nk: Tensor,
-    u_nr: Tensor,
-    inverse_z_n: Tensor,
-    inverse_c_2N: Tensor,
-    temperature: float,
-    scale: float,
-    cosine: bool,
-    wants_codebooks: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return _empty_gradients(z_nd, C_2Nm, V_dr, a_Kr, idx_nk, u_nr, wants_codebooks)
-
-
 def _empty_gradients(
     z_nd: Tensor,
     C_2Nm: Tensor,
@@ -359,7 +309,7 @@ def _empty_gradients(
     )
 
 
-_product_backward = launch.operator(product_backward, _fake_backward)
+_product_backward = launch.operator(product_backward, _empty_gradients)
 
 
 class Runs(NamedTuple):
@@ -399,9 +349,7 @@ def product_bank_gradient(
     """Gradients of decoders and gates (bias, then slope): of all patches, or of some and which these are."""
     from attractor.ops import kernels
 
-    patch_p, grad_U, grad_gates = _fake_bank_gradient(
-        grad_nd, idx_nk, code_pr, gates_pw, b_Kr, U_Krd, scale, compact
-    )
+    patch_p, grad_U, grad_gates = _empty_bank_gradient(idx_nk, gates_pw, b_Kr, U_Krd, compact)
     pairs, width = gates_pw.shape
     if pairs == 0:
         return patch_p, grad_U.zero_(), grad_gates.zero_()
@@ -440,15 +388,8 @@ def product_bank_gradient(
     return patch_p, grad_U, grad_gates
 
 
-def _fake_bank_gradient(
-    grad_nd: Tensor,
-    idx_nk: Tensor,
-    code_pr: Tensor,
-    gates_pw: Tensor,
-    b_Kr: Tensor,
-    U_Krd: Tensor,
-    scale: float,
-    compact: bool,
+def _empty_bank_gradient(
+    idx_nk: Tensor, gates_pw: Tensor, b_Kr: Tensor, U_Krd: Tensor, compact: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     rows = idx_nk.numel() if compact else U_Krd.shape[0]
     return (
@@ -458,7 +399,7 @@ def _fake_bank_gradient(
     )
 
 
-_product_bank_gradient = launch.operator(product_bank_gradient, _fake_bank_gradient)
+_product_bank_gradient = launch.operator(product_bank_gradient, _empty_bank_gradient)
 
 
 class _Product(torch.autograd.Function):

@@ -16,16 +16,15 @@ class Rules(JSONConfig):
     """Which changes are kept: how much canaries may suffer, and how much a source may teach."""
 
     canary_rise: float = 0.01
-    """Share by which a canary's perplexity may rise for readers, beyond what the guard's bound allows."""
+    """The share by which a canary's perplexity may rise for readers, beyond the bound of the guard."""
     drift: float | None = 2.0
     """Nats per token that a path alone may lose on a canary, over all that it learned."""
     canary_tokens: int = 512
-    """The tokens of each canary that every change is judged by; an audit takes all of it. Where lessons are
-    taught, it is the length of the canary that the base writes; the others are taken whole, if they fit."""
+    """The tokens of each canary by which a change is judged; for lessons, of the one that the base writes."""
     audit_every: int = 64
-    """Learned texts after which whole canaries are read; where one fell, all goes back to the last audit."""
+    """Texts from one audit on whole canaries to the next; where one suffers, all since is taken back."""
     text_tokens: int = 65_536
-    """The most tokens of texts that are learned at once, or of a lesson."""
+    """The most tokens of a lesson, or of the texts of one request."""
     source_tokens: int | None = None
     """The most tokens that one source may teach, in all."""
 

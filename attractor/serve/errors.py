@@ -26,7 +26,7 @@ class Unavailable(Exception):
 
 
 class KeyReused(ValueError):
-    """An idempotency key that came with something else before, or from somebody else. Nothing was changed."""
+    """An idempotency key was given before with another content, or by another sender. Nothing was changed."""
 
 
 class StoreDamaged(ValueError):

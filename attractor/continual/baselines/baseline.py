@@ -30,7 +30,7 @@ class Options(TypedDict, total=False):
 class Baseline:
     """Learns a model in place, batch by batch. Subclasses override `penalty` and `project_gradients`.
 
-    `train` is "all", "ffn" (of every block, whatever its kind) or a list of the model's parameters; the rest
+    `train` is "all", "ffn" (of every block, of any kind) or a list of the model's parameters; the rest
     is frozen until `finish`. `dropout` says whether the model's dropout is on while it learns.
     """
 
@@ -194,7 +194,7 @@ def flatten(gradients: Iterable[Tensor | None]) -> Tensor:
 
 
 def write_gradients(vector: Tensor, parameters: list[nn.Parameter]) -> None:
-    """The reverse of `flatten`."""
+    """Write a vector that `flatten` made back to the gradients."""
     pieces = vector.split([parameter.numel() for parameter in parameters])
     for parameter, piece in zip(parameters, pieces, strict=True):
         parameter.grad = piece.view_as(parameter).to(parameter.dtype)

@@ -32,7 +32,7 @@ class Projecting(Baseline):
         raise NotImplementedError
 
     def project(self, vector: Tensor, old: Tensor) -> Tensor:
-        """The vector, a direction of descent, or another in its place."""
+        """Return the vector, a direction of descent, or another one to take in its place."""
         raise NotImplementedError
 
     def project_gradients(self) -> None:

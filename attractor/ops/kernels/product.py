@@ -521,9 +521,7 @@ def codebook_parts(
             row = tl.where(half == 0, patch // N, patch % N)
             chosen += tl.where(row[None, :] == codes[:, None], amount[None, :], 0.0)
         z_tile = tl.load(
-            z + rows[:, None] * D + (half * M + cols),
-            mask=routed[:, None] & (cols < M)[None, :],
-            other=0.0,
+            z + rows[:, None] * D + (half * M + cols), mask=routed[:, None] & (cols < M)[None, :], other=0.0
         )
         acc = dot(chosen.to(DTYPE), z_tile.to(DTYPE), acc, PRECISION)
     place = (part * 2 + half).to(tl.int64) * (N * M) + codes[:, None] * M + cols

@@ -40,14 +40,14 @@ function mark(spans, run, lesson, name, colour) {
 }
 
 function places(runs, part) {
-  const told = runs.filter((run) => run.part === part).map((run) => `\u201c${run.text.trim()}\u201d ${percent(run.weight)}`);
-  return told.length ? `${part === "prompt" ? "in the question at" : "in the answer at"} ${told.join(", ")}` : null;
+  const acted = runs.filter((run) => run.part === part).map((run) => `\u201c${run.text.trim()}\u201d ${percent(run.weight)}`);
+  return acted.length ? `${part === "prompt" ? "in the question at" : "in the answer at"} ${acted.join(", ")}` : null;
 }
 
-async function attribute(told, spans) {
-  if (told.untouched) return say(UNTOUCHED, "good");
-  const names = await Promise.all(told.lessons.map(({ lesson }) => subjectOf(lesson)));
-  const lines = told.lessons.map(({ lesson, tokens }, position) => {
+async function attribute(outcome, spans) {
+  if (outcome.untouched) return say(UNTOUCHED, "good");
+  const names = await Promise.all(outcome.lessons.map(({ lesson }) => subjectOf(lesson)));
+  const lines = outcome.lessons.map(({ lesson, tokens }, position) => {
     const colour = `path-${(position % 8) + 1}`;
     const name = names[position] === null ? `lesson ${lesson}` : `lesson ${lesson}, ${names[position]}`;
     const runs = together(tokens);
@@ -56,7 +56,7 @@ async function attribute(told, spans) {
     return element("li", { class: colour }, element("span", { class: "swatch", "aria-hidden": "true" }), element("span", {}, element("b", {}, name), ` acted ${where}`));
   });
   replace($("ask-lessons"), ...lines);
-  say(`${number(lines.length)} ${lines.length === 1 ? "lesson" : "lessons"} acted on this answer, written with v${told.version}.`);
+  say(`${number(lines.length)} ${lines.length === 1 ? "lesson" : "lessons"} acted on this answer, written with v${outcome.version}.`);
 }
 
 async function run(event) {
@@ -64,7 +64,7 @@ async function run(event) {
   if (running) return;
   running = new AbortController();
   const spans = [];
-  let told = null;
+  let outcome = null;
   replace($("ask-lessons"));
   replace($("ask-answer"));
   $("ask-run").disabled = true;
@@ -77,7 +77,7 @@ async function run(event) {
   try {
     for await (const chunk of stream("/v1/chat/completions", body, running.signal)) {
       const ours = chunk.choices[0]?.attractor ?? {};
-      if (ours.untouched !== undefined) told = ours;
+      if (ours.untouched !== undefined) outcome = ours;
       for (const token of ours.tokens ?? []) {
         spans.push(element("span", {}, token.text));
         $("ask-answer").append(spans.at(-1));
@@ -85,10 +85,10 @@ async function run(event) {
       say(`${number(spans.length)} tokens \u2026`);
       $("ask-answer").scrollTop = $("ask-answer").scrollHeight;
     }
-    if (told) await attribute(told, spans);
+    if (outcome) await attribute(outcome, spans);
     else say("The server did not say which lessons acted.", "bad");
   } catch (error) {
-    if (error.name === "AbortError") say("Stopped. Which lessons acted is told at the end of an answer.");
+    if (error.name === "AbortError") say("Stopped. The end of an answer says which lessons acted.");
     else say(error.message, "bad");
   } finally {
     running = null;

@@ -1,4 +1,4 @@
-// The charts. Each draws what the server tells, or says that there is nothing yet.
+// The charts. Each draws what the server knows, or says that there is nothing yet.
 
 import { $, empty, number, pathColor, replace, style } from "./dom.js";
 
@@ -71,9 +71,9 @@ function canaries(monitor) {
     line: { color: style(index % 2 ? "--soft" : "--accent"), width: 2, dash: DASHES[index % DASHES.length] }, marker: { color: style("--accent"), size: 7 },
     hovertemplate: "%{y:.3f}<br>version %{x}<extra>%{fullData.name}</extra>",
   }));
-  const told = names.map((name) => `${name} ${number(monitor.canaries[name].at(-1).perplexity, 2)}`).join(", ");
+  const latest = names.map((name) => `${name} ${number(monitor.canaries[name].at(-1).perplexity, 2)}`).join(", ");
   draw("canaries", traces, { showlegend: true, legend: LEGEND, xaxis: axis({ title: { text: "version" }, tickformat: "d" }), yaxis: axis({ nticks: 6 }) },
-    `Perplexity of canaries; now ${told}.`);
+    `Perplexity of canaries; now ${latest}.`);
 }
 
 function rises(monitor) {

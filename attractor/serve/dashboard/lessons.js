@@ -15,10 +15,10 @@ let version = null;
 
 export const percent = (share) => `${number(100 * share)}%`;
 
-function sum(told) {
-  const lessons = `${number(told.count)} ${told.count === 1 ? "lesson" : "lessons"}`;
-  const sources = `${number(told.sources)} ${told.sources === 1 ? "source" : "sources"}`;
-  return `${lessons} from ${sources}, ${number(told.known)} known, ${bytes(told.bytes)}.`;
+function sum(totals) {
+  const lessons = `${number(totals.count)} ${totals.count === 1 ? "lesson" : "lessons"}`;
+  const sources = `${number(totals.sources)} ${totals.sources === 1 ? "source" : "sources"}`;
+  return `${lessons} from ${sources}, ${number(totals.known)} known, ${bytes(totals.bytes)}.`;
 }
 
 function known(lesson) {
@@ -89,7 +89,7 @@ export async function subjectOf(lesson) {
   }
 }
 
-// `changing` makes a change and tells what became of it.
+// `changing` makes a change and says what became of it.
 export function startLessons(changing) {
   change = changing;
   let typing = null;

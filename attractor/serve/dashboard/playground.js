@@ -25,7 +25,7 @@ function say(text, bad = false) {
 }
 
 const shares = (token) => Object.entries(token.shares).sort((a, b) => b[1] - a[1]);
-const told = (token) => shares(token).map(([path, share]) => `${path} ${number(100 * share)}%`).join(", ");
+const sharesOf = (token) => shares(token).map(([path, share]) => `${path} ${number(100 * share)}%`).join(", ");
 const visible = (text) => JSON.stringify(text).slice(1, -1);
 
 function show(token, paths) {
@@ -35,7 +35,7 @@ function show(token, paths) {
     paths.add(path);
     $("play-legend").append(named(path));
   }
-  $("play-output").append(element("span", { class: `token path-${pathNumber(best)}`, title: told(token) }, token.text));
+  $("play-output").append(element("span", { class: `token path-${pathNumber(best)}`, title: sharesOf(token) }, token.text));
 }
 
 function fillTable(tokens, paths) {

@@ -206,7 +206,7 @@ class Engine:
                 while self._has_work():
                     self._turn()
             finish = "cancelled"
-        finally:  # whatever happened, no reader may wait for ever
+        finally:  # also after a failure no reader may wait for ever
             with self._changed:
                 self._closing_at = self._closing_at or time.monotonic()
                 left = [*self._waiting, *self._to_read, *self._tasks.values()]

@@ -6,14 +6,21 @@
     logits, found = passes.step(models, tokens, rows)
 
 A small model is a thousand small kernels for each token, and a CPU launches them far slower than a GPU runs
-them. So a pass is recorded once for a number of rows and columns, and repeated from then on. Each text has
-its tokens from column 0 on, and columns that it does not have are masked: what is written for it depends on
-who is written beside it by the rounding of products of more rows alone.
+them. So a pass is recorded once for a number of rows and columns, and repeated from then on: it reads its
+inputs from the same tensors each time, and writes its outputs to the same ones.
+
+- The *memory* holds keys and values of all texts: a row for each text, and its tokens from column 0 on.
+- A *pass* (`_Pass`) is one shape: so many rows, new tokens in each of them, and columns of memory. Numbers
+  are rounded up, so that there are few shapes; rows and tokens that are too many are computed and left out.
+- Columns that a text does not have yet are masked. So what is written for a text depends on the texts beside
+  it only by the rounding of products that have more rows.
+- The *patches* are copies in one place (`CopiedPatches`), and each row has the radii of its own version.
 """
 
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -31,7 +38,7 @@ LONGEST = 256
 SHORTEST, FEWEST_COLUMNS = 16, 128
 SAMPLE = (5, 31, 2, 77, 13, 54, 8, 101, 3, 66, 29, 90)
 NEAR = 2e-3
-"""By so much, as a share of the largest logit, may a pass of a fixed shape differ from another."""
+"""A pass of a fixed shape may differ from another one by this share of the largest logit."""
 
 
 class Patches(Protocol):
@@ -72,7 +79,7 @@ class CopiedPatches:
 
 
 class FixedRows:
-    """Which row of the memory each text has, and how long it is."""
+    """The texts that have a row of the memory, by their lengths: text n has row n."""
 
     def __init__(self, passes: "FixedPasses") -> None:
         self.passes = passes
@@ -95,7 +102,7 @@ class FixedRows:
         self.placed = None
 
     def remove(self, row: int) -> None:
-        """The last row takes its place."""
+        """Free a row; the last row takes its place."""
         assert self.passes.memory is not None
         last = len(self.lengths) - 1
         if row != last:
@@ -118,45 +125,38 @@ class FixedPasses:
         """Raises ValueError where the model does not take what such a pass gives it."""
         self.model, self.layer = model, layer
         self.device = model.device
-        self.captures = self.device.type == "cuda"
+        self.captures = False  # whether passes are recorded
         self.memory: Tensor | None = None  # (layers, 2, rows, heads, columns, head size)
         self._passes: dict[tuple[int, int, int], _Pass] = {}
         self._leased: Callable[[], FixedRows | None] = lambda: None
-        self._side = torch.cuda.Stream(self.device) if self.captures else None
+        self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._radii_of: tuple[int, ...] = ()  # the versions whose radii are there
         self.patches = patches
         self.radii = self._closed(1)
-        self._begin()
+        self._check()
+        self.captures = self._side is not None
 
     # --- memory
 
     @torch.no_grad()
-    def _begin(self) -> None:
+    def _check(self) -> None:
         """Find the shape of the memory, and that the model predicts the same with it as with its own."""
-        cache = self.model.new_row()
         tokens = torch.tensor([SAMPLE], device=self.device) % self.model.config.vocab_size
-        self._use(self.radii)
-        try:
-            expected = self.model(tokens, cache=cache)[0, -1]
-        finally:
-            self._use_nothing()
-        shapes = {tuple(part.shape[1::2]) for pair in cache.layers for part in pair}
+        own = self.model.new_row()
+        with self._patched(self.radii):
+            expected = self.model(tokens, cache=own)[0, -1]
+        shapes = {tuple(part.shape[1::2]) for pair in own.layers for part in pair}
         if len(shapes) != 1:
             raise ValueError(f"its layers keep keys and values of different shapes: {sorted(shapes)}")
-        self._like, self._layers = cache.layers[0][0], len(cache.layers)
+        self._like, self._layers = own.layers[0][0], len(own.layers)
         self.make_room(1, FEWEST_COLUMNS)
-        captures, self.captures = self.captures, False
-        try:
-            start = self.model.new_row()
-            self.read((), tokens[:, :-1], start)
-            rows = FixedRows(self)
-            rows.add(start)
-            got = self.step((), tokens[:, -1:], rows)[0][0, -1]
-        finally:
-            self.captures = captures
-            self._passes.clear()
+        start, rows = self.model.new_row(), FixedRows(self)
+        self.read((), tokens[:, :-1], start)
+        rows.add(start)
+        found = self.step((), tokens[:, -1:], rows)[0][0, -1]
+        self._passes.clear()  # these were not recorded
         near = NEAR if expected.dtype in (torch.float32, torch.float64) else 20 * NEAR
-        if not bool((got - expected).abs().max() <= near * expected.abs().max()):
+        if not bool((found - expected).abs().max() <= near * expected.abs().max()):
             raise ValueError("with memory of a fixed shape it predicts something else")
 
     @property
@@ -164,7 +164,7 @@ class FixedPasses:
         return self._leased() is None
 
     def lease(self) -> FixedRows:
-        """The memory, to one batch at a time: until nobody refers to what is returned."""
+        """Give the memory to a batch, which has it until what is returned is collected as garbage."""
         assert self.is_free
         rows = FixedRows(self)
         self._leased = weakref.ref(rows)
@@ -172,6 +172,7 @@ class FixedPasses:
 
     @torch.no_grad()
     def make_room(self, rows: int, columns: int) -> None:
+        """Let the memory grow to so many rows and columns, at least. Recorded passes are of the old one."""
         rows, columns = few_rows(rows), few_columns(columns)
         old = self.memory
         if old is not None and rows <= old.shape[2] and columns <= old.shape[4]:
@@ -236,24 +237,24 @@ class FixedPasses:
         return found
 
     def _run(self, models: Sequence[Any], tokens: Tensor, first: Tensor, longest: int = 0) -> "_Pass":
+        """Run the pass that fits: the tokens (B, T) of row b stand from column first[b] on.
+
+        `longest` is the length of the longest text afterwards where each gets one token; a prompt has none.
+        """
         rows, steps = few_rows(len(tokens)), 1 if longest else few_steps(tokens.shape[1])
-        columns = few_columns(longest or steps)
-        shape = (rows, steps, columns)
-        if (found := self._passes.get(shape)) is None:
-            found = self._passes[shape] = _Pass(rows, steps, columns, self.device)
-        found.tokens.zero_()
-        found.first.zero_()
-        found.tokens[: tokens.shape[0], : tokens.shape[1]] = tokens
-        found.first[: len(first)] = first
+        shape = rows, steps, few_columns(longest or steps)
+        if (one := self._passes.get(shape)) is None:
+            one = self._passes[shape] = _Pass(*shape, self.device)
+        one.fill(tokens, first)
         if self.patches is not None and models:
             self._take_over(models)
-        if found.graph is not None:
-            found.graph.replay()
+        if one.graph is not None:
+            one.graph.replay()
         elif self.captures:
-            self._capture(found)
+            self._capture(one)
         else:
-            self._compute(found)
-        return found
+            self._compute(one)
+        return one
 
     def _take_over(self, models: Sequence[Reader]) -> None:
         """The patches as they are now, and for each row the radii of its version."""
@@ -300,14 +301,10 @@ class FixedPasses:
             "attention_mask": seen[:, None],
             "past_key_values": self._memory_for(one, positions),
         }
-        self._use(self.radii[: one.rows])
-        try:
-            with self.model.net.using(self.model.name):
-                one.logits = self.model.base(input_ids=one.tokens, use_cache=True, **given).logits
+        with self._patched(self.radii[: one.rows]), self.model.net.using(self.model.name):
+            one.logits = self.model.base(input_ids=one.tokens, use_cache=True, **given).logits
             if self.layer is not None:
                 one.indices, one.weights = self.layer.indices, self.layer.weights
-        finally:
-            self._use_nothing()
 
     def _memory_for(self, one: "_Pass", positions: Tensor) -> Any:
         """Their cache, whose layers keep keys and values at these columns of our memory."""
@@ -332,24 +329,26 @@ class FixedPasses:
         return Cache(layers=[Layer(own) for own in self.memory])
 
     def _closed(self, rows: int) -> Tensor:
-        """Radii (rows, K) of patches that do not exist for anybody."""
-        return torch.full(
-            (rows, 0 if self.patches is None else self.patches.count), CLOSED, device=self.device
-        )
+        """Radii (rows, K) of patches that act nowhere."""
+        count = 0 if self.patches is None else self.patches.count
+        return torch.full((rows, count), CLOSED, device=self.device)
 
-    def _use(self, radii: Tensor) -> None:
+    @contextmanager
+    def _patched(self, radii: Tensor) -> Iterator[None]:
+        """Meanwhile the layer has our copies of the patches, with these radii (rows, K)."""
         if self.patches is not None:
             for name, values in self.patches.rows.items():
                 setattr(self.layer, name, values)
             self.layer.everywhere = radii
-
-    def _use_nothing(self) -> None:
-        if self.layer is not None:
-            self.layer.everywhere = None
+        try:
+            yield
+        finally:
+            if self.layer is not None:
+                self.layer.everywhere = None
 
 
 class _Pass:
-    """What goes into a pass of one shape, and what comes out: the same memory each time."""
+    """One shape: the tensors that go in and come out, the same ones each time, and the recorded graph."""
 
     logits: Tensor
     indices: Tensor
@@ -361,17 +360,24 @@ class _Pass:
         self.first = torch.zeros(rows, dtype=torch.long, device=device)
         self.graph: Any = None
 
+    def fill(self, tokens: Tensor, first: Tensor) -> None:
+        """Take new tokens (B, T), and the column of the first of them in each row (B)."""
+        self.tokens.zero_()
+        self.first.zero_()
+        self.tokens[: tokens.shape[0], : tokens.shape[1]] = tokens
+        self.first[: len(first)] = first
+
 
 def few_rows(count: int) -> int:
-    """So many rows are computed: 1, 8, 16, 32, ..."""
+    """How many rows are computed for so many texts: 1, 8, 16, 32, ..."""
     return 1 if count <= 1 else max(8, 1 << (count - 1).bit_length())
 
 
 def few_steps(count: int) -> int:
-    """16, 32, ..."""
+    """How many new tokens of a prompt are computed: 16, 32, ..."""
     return max(SHORTEST, 1 << (count - 1).bit_length())
 
 
 def few_columns(count: int) -> int:
-    """128, 256, ..."""
+    """How many columns of memory a pass reads: 128, 256, ..."""
     return max(FEWEST_COLUMNS, 1 << (count - 1).bit_length())

@@ -102,11 +102,7 @@ class Sequence:
     """A text that is being written with one path, or where `path` is None as its publication says."""
 
     def __init__(
-        self,
-        publication: Publication,
-        prompt: abc.Sequence[int],
-        sampling: Sampling,
-        path: str | None = None,
+        self, publication: Publication, prompt: abc.Sequence[int], sampling: Sampling, path: str | None = None
     ) -> None:
         guard = publication.guard
         path = publication.alone if path is None else path

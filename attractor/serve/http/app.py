@@ -77,7 +77,7 @@ class Server(uvicorn.Server):
         if self.started:
             try:
                 self.ready(self.servers[0].sockets[0].getsockname()[1])
-            except Exception:  # the server serves, whatever became of the announcement
+            except Exception:  # the server serves, also if nothing could be printed
                 log.exception("the server is ready, and announcing it failed")
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
