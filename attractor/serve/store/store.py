@@ -158,10 +158,8 @@ class Store:
                 f"{self.folder} belongs to {[name for (name,) in found]}, not to {identity!r}: open it with "
                 "the model and settings it was written for"
             )
-        outline, chains = Outline(identity), []
-        for row, chain, _ in walk(database, self._lessons, identity):
-            outline.add(row, chain)
-            chains.append(chain)
+        outline = Outline(identity)
+        chains = [chain for _, chain, _ in walk(database, self._lessons, outline)]
         check_promise(self._lessons, promised, chains)
         return outline
 
