@@ -1,6 +1,7 @@
 """Services that share a store: what one is taught, all know, once; who is killed holds up nobody."""
 
 import contextlib
+import json
 import signal
 import sqlite3
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import replicas
 from crashes import Taught, oracle
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -363,6 +365,18 @@ def test_what_could_not_be_read_for_a_moment_is_taken_over_later(
         assert bits(other) == {}
     until(lambda: same(one, other))
     until(lambda: other.monitor()["journal"]["behind"] is None)
+
+
+@pytest.mark.slow
+def test_two_processes_know_all_while_either_is_killed() -> None:
+    """The short form of benchmarks/replicas.py, which says how long things take."""
+    command = [sys.executable, replicas.__file__, "--lessons", "12", "--every", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert replicas.holds(found)
+    assert found["lessons_in_the_end"] == 12
+    assert sum(found["kills"].values()) > 0
 
 
 # --- the store itself

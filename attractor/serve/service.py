@@ -381,7 +381,8 @@ class Service:
             self._behind = None
         except Exception as error:  # texts go on with what there is
             if self._behind != str(error):
-                log.error("%s (%s)", error, error.__cause__)
+                is_known = isinstance(error, Unavailable)
+                log.error("%s (%s)", error, error.__cause__, exc_info=not is_known)
             self._behind = str(error)
 
     def _prepare(self) -> None:
