@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import signal
 import sqlite3
 import subprocess
@@ -440,6 +441,49 @@ def test_the_promise_is_of_the_newest_record_whoever_made_it(tmp_path: Path) -> 
     alter(tmp_path, "DELETE FROM records WHERE number = 3")
     with pytest.raises(StoreDamaged, match="record 3 was acknowledged"):
         shared(tmp_path)
+
+
+DYING = """
+import os, sys
+from crashes import die_at
+from attractor.serve.store import Store
+for line in sys.stdin:
+    if not (child := os.fork()):
+        point, count = line.rsplit(" ", 1)
+        die_at(point, int(count))
+        with Store.open(sys.argv[1], identity="base", shared=True) as store, store.turn():
+            store.commit("drop", {}, at="then", source="dying")
+        os._exit(1)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+DEATHS = {
+    "BEGIN IMMEDIATE 1": False, "INSERT INTO records 1": False, "COMMIT 1": False,
+    "before acknowledged 2": True, "after acknowledged 2": True,  # the first time is when its turn begins
+}  # fmt: skip
+"""Where one is killed, and whether what it committed is there."""
+
+
+def test_who_is_killed_at_any_point_of_a_commit_leaves_a_whole_store(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", DYING, str(tmp_path)]
+    with (
+        shared(tmp_path) as store,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        ) as dying,
+    ):
+        assert dying.stdin is not None
+        assert dying.stdout is not None
+        for death, is_there in DEATHS.items():
+            last = store.last
+            print(death, file=dying.stdin, flush=True)
+            assert dying.stdout.readline() == f"{-signal.SIGKILL}\n", death
+            with store.turn():
+                assert store.last == last + is_there, death
+                assert Acknowledged(tmp_path).read() == (store.last, store.outline.chain), death
+                assert store.commit("drop", {}, at=AT, source="living") == last + is_there + 1, death
+        dying.stdin.close()
+    assert verify(tmp_path).damage == []
 
 
 def test_what_is_erased_by_one_while_another_reads_is_no_damage(tmp_path: Path) -> None:

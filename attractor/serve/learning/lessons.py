@@ -140,10 +140,11 @@ class LessonTeacher(Teacher):
     # --- what others have changed
 
     def _take_over(self) -> None:
+        unread = Delta()  # of what has not changed
         known = {
-            number: LessonState(entry["source"], Delta(), {}, entry["version"])
+            number: LessonState(entry["source"], unread, {}, entry["version"])
             for number, entry in self.catalogue.entries.items()
-        }  # as far as it is needed: only what changed is read
+        }
         state = self.store.state_at(start=State(self.version, lessons=known))
         with self._all_or_nothing_at(state) as (gone, new):
             number_from(self.lessons, self.store.next_lesson)
