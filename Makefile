@@ -35,6 +35,7 @@ soak: $(READY_TO_TEST)  ## the slow tests, and what a server promises: kill -9, 
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[notebooks]"
 	@$(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
 	@$(BIN)/python benchmarks/soak.py --result results/soak.json
+	@$(BIN)/python benchmarks/replicas.py --result results/replicas.json
 
 package: $(READY_TO_TEST)  ## build wheel and sdist into dist/, and try them in empty environments (ten minutes)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[package]"

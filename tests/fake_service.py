@@ -237,7 +237,13 @@ class FakeService:
             "posteriors": self.posteriors,
             "queue": {"generating": 2, "waiting": 1, "learning": 3, "limit": 64},
             "tokens_per_second": 117.4,
-            "journal": {"last": self.version, "bytes": 1000 * self.version, "recovered": None},
+            "journal": {
+                "last": self.version,
+                "bytes": 1000 * self.version,
+                "recovered": None,
+                "shared": False,
+                "behind": None,
+            },
             "drift": {
                 name: {"used": 0.004 * number + 0.002, "budget": 0.02}
                 for number, name in enumerate(self.sources)

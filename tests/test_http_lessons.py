@@ -108,6 +108,8 @@ def test_figures(client, service):
     TypeAdapter(Monitor).validate_python(monitor)
     text = client.get("/metrics").text
     assert "attractor_version 1.0" in text
+    assert "attractor_shared 0.0\n" in text
+    assert "attractor_behind 0.0\n" in text
     assert "attractor_written_tokens_total 7.0" in text
     assert 'attractor_requests_total{method="POST",route="/v1/completions",status="200"} 1.0' in text
     assert "kjv" not in text

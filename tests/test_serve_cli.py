@@ -17,6 +17,7 @@ import pytest
 from served import FOX, serve
 
 from attractor import cli
+from attractor.cli.serve import Serve
 from attractor.serve.decode.engine import Job
 from attractor.serve.errors import StoreDamaged
 from attractor.serve.store import verify
@@ -49,6 +50,12 @@ def opened(port: int, path: str, **body: object) -> Any:
         {"Content-Type": "application/json"},
     )
     return urllib.request.urlopen(request, timeout=300)
+
+
+def test_what_learns_texts_cannot_share_its_store(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--shared is for servers that are taught lessons"):
+        Serve(model=str(run), shared=True, device="cpu").open(tmp_path / "data")
+    assert not (tmp_path / "data").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

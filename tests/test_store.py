@@ -17,7 +17,7 @@ from stores import AT, Oracle, commit, lesson, opened
 
 from attractor.continual.delta import Delta
 from attractor.serve.errors import KeyReused
-from attractor.serve.store import Store, backup, show, states, verify
+from attractor.serve.store import Store, backup, show, states, tools, verify
 from attractor.serve.store.store import path_to
 
 KINDS = ["lesson"] * 5 + ["drop", "erase", "rollback", "rollback"]
@@ -490,3 +490,17 @@ def test_folders_that_are_none_of_ours(tmp_path):
     sqlite3.connect(tmp_path / "other" / "lessons.db").execute("CREATE TABLE t (x)").connection.close()
     with pytest.raises(ValueError, match="application_id is 0x0"):
         opened(tmp_path / "other")
+
+
+def test_a_store_is_verified_while_its_server_goes_on(tmp_path, monkeypatch):
+    """What is acknowledged after the check saw the database is not missing from it."""
+    check = tools.check_structure
+    with opened(tmp_path) as store:
+
+        def commit_first(*arguments, **options):
+            store.commit("drop", {}, at=AT, source="a")
+            check(*arguments, **options)
+
+        monkeypatch.setattr(tools, "check_structure", commit_first)
+        store.commit("drop", {}, at=AT, source="a")
+        assert not verify(tmp_path).damage

@@ -62,6 +62,9 @@ class Serve:
     """How the messages of a chat become a prompt."""
     sync: SyncName = "always"
     """Whether a change is on the disk before its answer, or when the system writes it."""
+    shared: bool = False
+    """Share the store with other servers of this model on this machine: what one is taught, all know. Each is
+    started with --shared, and is taught lessons."""
     canary: Annotated[
         tuple[str, ...], otherwise("the run's validation text; for lessons, Python's manual", "TEXT")
     ] = ()
@@ -129,7 +132,12 @@ class Serve:
             "stop_tokens": list(getattr(found.tokenizer, "ends", ())),
         }
         if found.source is not None:
-            return self._open_lessons(found, data, settings)
+            return self._open_lessons(found, data, {**settings, "shared": self.shared})
+        if self.shared:
+            raise ValueError(
+                f"--shared is for servers that are taught lessons, and {self.model} learns texts, which one "
+                "server at a time can do: leave --shared out, or serve a pretrained model"
+            )
         learner = self._learner(found)
         if learner.sources:
             store_overlays(learner, data)

@@ -58,12 +58,18 @@ class Limits(JSONConfig):
     """The share of the time that learning may take while texts are being written."""
     drain: float = 10.0
     """Seconds that texts under way have to end when the server does."""
+    turn: float = 60.0
+    """Seconds that a change waits, at most, for those of other servers that share the store."""
+    follow: float = 0.2
+    """Seconds from one look at what other servers that share the store have changed to the next."""
 
     def __post_init__(self) -> None:
         for name in ("rows", "waiting", "learning", "administration", "snapshot_every", "keep_snapshots"):
             check_size(name, getattr(self, name))
         check_number("learning_share", self.learning_share, "0 < share <= 1", lambda s: 0 < s <= 1)
-        check_number("drain", self.drain, "a number of seconds, 0 or more", lambda s: s >= 0)
+        for name in ("drain", "turn"):
+            check_number(name, getattr(self, name), "a number of seconds, 0 or more", lambda s: s >= 0)
+        check_number("follow", self.follow, "a number of seconds above 0", lambda s: s > 0)
 
 
 @dataclass(frozen=True, kw_only=True)

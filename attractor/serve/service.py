@@ -37,6 +37,8 @@ log = logging.getLogger("attractor")
 
 READ_AGAIN = 64 << 20
 """Bytes of records that a start may read again: where there are more, a snapshot is written at the end."""
+PAUSE = 0.02
+"""Seconds between two looks whether the writer may go on."""
 Verb = Literal["learn", "revise", "import_lessons", "rollback", "forget", "forget_lessons", "forget_where"]
 TEACHING = ("learn", "revise", "import_lessons")
 """These learn, and wait in one queue; the others have places of their own."""
@@ -128,6 +130,7 @@ class Service:
         self._pace = 1.0  # seconds that a call took lately
         self._since_snapshot = 0
         self._failure: str | None = None  # of the last write
+        self._behind: str | None = None  # why what others have committed is not in use
         self._snapshots: threading.Thread | None = None
         self._preparing: str | None = None  # what is being done before the first lesson
         self._all_cores, self._some_cores = torch.get_num_threads(), share_of_cores()
@@ -191,17 +194,19 @@ class Service:
         rules: Rules | None = None,
         limits: Limits | None = None,
         sync: SyncName = "always",
+        shared: bool = False,
         learning: bool = True,
         stop_tokens: Iterable[int] = (),
     ) -> Self:
         """Serve a pretrained model that was made `teachable`; its lessons are kept in the folder `data`.
 
         A new folder takes over the lessons that the model has; otherwise the folder's take their place.
+        Several services can share a folder, each in a process of its own: what one is taught, all know.
         """
         from attractor.serve.learning.lessons import LessonTeacher, identity_of
 
         rules, limits = rules or Rules(), limits or Limits()
-        store = Store.open(data, identity=identity_of(net, lessons), sync=sync)
+        store = Store.open(data, identity=identity_of(net, lessons), sync=sync, shared=shared)
         with closed_on_error(store):
             teacher = LessonTeacher(net, lessons, store, rules, canaries=canaries, context=context)
             options: dict[str, Any] = {"name": name, "rules": rules, "limits": limits, "learning": learning}
@@ -252,7 +257,7 @@ class Service:
             return False, "the writer has stopped"
         if not self.engine.is_alive:
             return False, "the engine has stopped"
-        if self._failure:
+        if self._failure or self._behind:
             return True, "learning is not possible now"
         return True, f"ready; before the first lesson, {self._preparing}" if self._preparing else "ready"
 
@@ -313,7 +318,7 @@ class Service:
         self._breathe()
         if self._learning:
             self._prepare()
-        while (action := (call := self._calls.get()).action) is not None:
+        while (action := (call := self._next_call()).action) is not None:
             done = call.done
             if not done.set_running_or_notify_cancel():  # the client has disconnected
                 with self._lock:
@@ -321,9 +326,8 @@ class Service:
                 continue
             self._working_since = started = time.monotonic()
             try:
-                if self._closed:
-                    raise Unavailable("the server is closing")
-                answer = action()
+                with self._turn():
+                    answer = action()
             except BaseException as error:
                 self._failure = str(error) if isinstance(error, Unavailable) else None
                 done.set_exception(error)
@@ -339,6 +343,47 @@ class Service:
             self._breathe()
             with self._lock:
                 self._pace = 0.9 * self._pace + 0.1 * (time.monotonic() - started)
+
+    def _next_call(self) -> Call:
+        while True:
+            try:
+                return self._calls.get(timeout=self.limits.follow if self.store.shared else None)
+            except queue.Empty:
+                self._follow()
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Alone among the servers that share the store, and with all that they have committed."""
+        until = time.monotonic() + self.limits.turn
+
+        def wait() -> None:
+            self._check_open()
+            if time.monotonic() > until:
+                message = f"others that share the store have been changing it for {self.limits.turn:g} s"
+                raise Busy(message, retry_after=self.limits.turn)
+            self._follow()
+            self._ending.wait(PAUSE)
+
+        self._check_open()
+        with self.teacher.turn(wait):
+            yield
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise Unavailable("the server is closing")
+
+    def _follow(self) -> None:
+        """Take over what others have committed, if they can have changed the store."""
+        if self.store.has_turn:
+            return
+        try:
+            self.teacher.catch_up()
+            self._behind = None
+        except Exception as error:  # texts go on with what there is
+            if self._behind != str(error):
+                is_known = isinstance(error, Unavailable)
+                log.error("%s (%s)", error, error.__cause__, exc_info=not is_known)
+            self._behind = str(error)
 
     def _prepare(self) -> None:
         """What comes before the first lesson. It stops for a call: a lesson does the rest of it."""
@@ -365,9 +410,11 @@ class Service:
         self._working_since = time.monotonic()
 
     def _let_readers_go_on(self, until: float) -> None:
+        self._follow()
         while self.engine.stats()["rows"] and (left := until - time.monotonic()) > 0:
-            if self._ending.wait(min(left, 0.02)):
+            if self._ending.wait(min(left, PAUSE)):
                 return
+            self._follow()
 
     def _begin_snapshot(self) -> None:
         """It is read from the records, in a thread of its own that takes its time."""
@@ -418,6 +465,8 @@ class Service:
                 "last": self.store.last,
                 "bytes": self.store.nbytes,
                 "recovered": self.store.recovered,
+                "shared": self.store.shared,
+                "behind": self._behind,
             },
         }
 

@@ -111,6 +111,7 @@ async function refresh() {
     await models(monitor);
     if (!$("banner").classList.contains("info")) banner("");
     if (monitor.journal.recovered) banner(`When the journal was opened: ${monitor.journal.recovered}`, true);
+    if (monitor.journal.behind) banner(`Not up to date: ${monitor.journal.behind}`, true);
     status("live", "Live");
   } catch (error) {
     const denied = error.status === 401 || error.status === 403;

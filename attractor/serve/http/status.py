@@ -110,6 +110,14 @@ def gauges(now: Mapping[str, Any]) -> dict[str, tuple[str, float | None]]:
         "lessons_limit": ("The number of requests to learn that may wait.", queue["limit"]),
         "tokens_per_second": ("Tokens per second that were generated lately.", now["tokens_per_second"]),
         "journal_bytes": ("The size of the journal in bytes.", now["journal"]["bytes"]),
+        "shared": (
+            "This is 1 where servers share the store, and 0 elsewhere.",
+            float(now["journal"]["shared"]),
+        ),
+        "behind": (
+            "This is 1 where what servers that share the store have changed cannot be taken over.",
+            float(now["journal"]["behind"] is not None),
+        ),
         "overlays": ("The number of sources that taught something.", len(overlays)),
         "overlay_bytes": (
             "The size of what all sources taught, in bytes.",
@@ -171,6 +179,8 @@ class JournalFigures(TypedDict):
     last: int  # number of the newest record
     bytes: int
     recovered: str | None  # what opening it had to cut off, without any path of the server
+    shared: bool  # with other servers
+    behind: str | None  # why what these have changed is not in use here
 
 
 class Drift(TypedDict):

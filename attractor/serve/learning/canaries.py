@@ -245,6 +245,11 @@ class BasinCanaries:
         for canary in self.canaries.values():
             canary.rise = self._rises(canary, patches, sorted(canary.rise))
 
+    def add(self, patches: Sequence[int]) -> None:
+        """These are new, and somebody else judged them."""
+        for canary in self.canaries.values():
+            canary.rise |= self._rises(canary, patches, range(len(canary.windows)))
+
     @torch.no_grad()
     def _rises(self, canary: Canary, patches: Sequence[int], windows: Iterable[int]) -> dict[int, float]:
         """How many nats more each of these windows costs that has a token in one of the patches."""

@@ -46,7 +46,7 @@ from attractor.serve.learning.canaries import BasinCanaries, Verdict
 from attractor.serve.learning.catalogue import Asked, Catalogue, Said, figures_of, pack, searched, unpack
 from attractor.serve.learning.readers import Readers
 from attractor.serve.learning.teacher import RECENT, Teacher, Teaches, log, now
-from attractor.serve.store import Change, State, Store
+from attractor.serve.store import Change, LessonState, State, Store
 
 WITH_LESSONS = "lessons"
 """The path of the model with its lessons; the other one is the base."""
@@ -90,7 +90,9 @@ class LessonTeacher(Teacher):
         self.lessons, self.rules = lessons, rules
         self.progressive: deque[dict[str, Any]] = deque(maxlen=RECENT)
         if store.last == 0:
-            self._begin_store()
+            with store.turn():
+                if store.last == 0:  # nobody else has begun it meanwhile
+                    self._begin_store()
         self._continue_store()
         model = CausalLM(net, NAME, context=context)
         self.canaries = BasinCanaries(net, lessons, canaries or {}, rules, model.config.context)
@@ -134,6 +136,28 @@ class LessonTeacher(Teacher):
 
     def prepare(self) -> Iterator[str]:
         yield from self.canaries.prepare()
+
+    # --- what others have changed
+
+    def _take_over(self) -> None:
+        unread = Delta()  # of what has not changed
+        known = {
+            number: LessonState(entry["source"], unread, {}, entry["version"])
+            for number, entry in self.catalogue.entries.items()
+        }
+        state = self.store.state_at(start=State(self.version, lessons=known))
+        with self._all_or_nothing_at(state) as (gone, new):
+            number_from(self.lessons, self.store.next_lesson)
+        for number in gone:
+            self.catalogue.remove(number)
+        for number in new:
+            own = state.lessons[number]
+            self.catalogue.add(self.lessons.lessons[number], own.source, own.fields, own.version)
+            self.progressive.append({"version": own.version, "loss": None, "source": own.source})
+        self._publish(new, state.version)
+        if gone:
+            self.canaries.measure_again()
+        self.canaries.add(self._patches_of(new))
 
     # --- what teaches
 
@@ -379,13 +403,7 @@ class LessonTeacher(Teacher):
         except (OSError, StoreDamaged) as error:
             log.error("version %d cannot be read: %s", version, error)
             raise Unavailable(f"nothing was changed, because version {version} cannot be read") from error
-        versions = {number: entry["version"] for number, entry in self.catalogue.entries.items()}
-        same = {number for number, own in state.lessons.items() if versions.get(number) == own.version}
-        gone = [number for number in self.lessons.lessons if number not in same]
-        with self._all_or_nothing(gone) as new:
-            take_out(self.lessons, gone)
-            new += [number for number in state.lessons if number not in same]
-            put_in(self.lessons, [state.lessons[number].delta for number in new])
+        with self._all_or_nothing_at(state) as (_, new):
             answer = {"version": self.store.last + 1, "to": version}
             self._commit(Change(kind="rollback", answer=answer, target=version, **asked))
         self._describe(state)
@@ -411,6 +429,18 @@ class LessonTeacher(Teacher):
             number_from(self.lessons, number)
             raise
 
+    @contextmanager
+    def _all_or_nothing_at(self, state: State) -> Iterator[tuple[list[int], list[int]]]:
+        """Have the lessons of a state: gives those that are not as they were, and those that are new."""
+        versions = {number: entry["version"] for number, entry in self.catalogue.entries.items()}
+        same = {number for number, own in state.lessons.items() if versions.get(number) == own.version}
+        gone = [number for number in self.lessons.lessons if number not in same]
+        with self._all_or_nothing(gone) as new:
+            take_out(self.lessons, gone)
+            new += [number for number in state.lessons if number not in same]
+            put_in(self.lessons, [state.lessons[number].delta for number in new])
+            yield gone, new
+
     def _teach(self, what: Sequence[Asked], report: Report, new: list[int]) -> None:
         """In batches of different subjects, in the order in which they were given."""
         for batch in in_batches(what):
@@ -432,11 +462,14 @@ class LessonTeacher(Teacher):
                     )
 
     def _judge(self, new: Sequence[int]) -> Verdict:
-        patches = [patch for own in patches_of(self.lessons, new).values() for patch in own]
+        patches = self._patches_of(new)
         assert self.lessons.layer.decoder is not None
         if not bool(self.lessons.layer.decoder[patches].isfinite().all()):
             raise Refused("the lesson would not leave finite numbers")
         return self.canaries.judge(patches)
+
+    def _patches_of(self, numbers: Iterable[int]) -> list[int]:
+        return [patch for own in patches_of(self.lessons, numbers).values() for patch in own]
 
     def _check_known(self, new: Sequence[int], verdict: Verdict) -> None:
         for lesson in (self.lessons.lessons[number] for number in new):
@@ -540,12 +573,12 @@ class LessonTeacher(Teacher):
         ]
         return {**answer, "lessons": described, "known": all(one["known"] for one in described)}
 
-    def _publish(self, new: Sequence[int]) -> None:
+    def _publish(self, new: Sequence[int], version: int | None = None) -> None:
         """Show readers the newest version, in which the patches of these lessons are new."""
-        patches = [patch for own in patches_of(self.lessons, new).values() for patch in own]
-        model = self.readers.after(self.lessons.layer, self.lessons.owners, patches)
+        model = self.readers.after(self.lessons.layer, self.lessons.owners, self._patches_of(new))
         paths = {BASE: self.readers.base, WITH_LESSONS: cast(TrainableModel, model)}
-        publication = Publication(self.store.last, paths, alone=WITH_LESSONS)
+        version = self.store.last if version is None else version
+        publication = Publication(version, paths, alone=WITH_LESSONS)
         self.catalogue.show()
         self.figures = {
             "progressive": list(self.progressive),

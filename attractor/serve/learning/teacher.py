@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -52,7 +53,45 @@ class Teacher:
         """Readers have the newest version; if not, showing it failed after it was durable."""
         return self.version == self.store.last
 
+    # --- sharing a store
+
+    @contextmanager
+    def turn(self, wait: Callable[[], None]) -> Iterator[None]:
+        """Alone among the servers that share the store, and with all that they have committed.
+
+        While others have their turn, `wait` is called again and again; it gives up by raising.
+        """
+        with ExitStack() as stack:
+            with self._taking_over():
+                stack.enter_context(self.store.turn(wait))
+                self.catch_up()
+            yield
+
+    def catch_up(self) -> None:
+        """Take over what others have committed to a store that is shared; Unavailable where that fails."""
+        if self.store.shared:
+            with self._taking_over():
+                self.store.catch_up()
+                if not self.is_current:
+                    self._take_over()
+
+    @contextmanager
+    def _taking_over(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, ValueError) as error:
+            record = getattr(error, "record", None)
+            what = "what others have changed" if record is None else f"record {record}"
+            raise Unavailable(
+                f"version {self.version} stays in use and nothing can be changed, because {what} cannot be "
+                f"taken over: {reason_of(error)}"
+            ) from error
+
     # --- what kinds of teachers differ in
+
+    def _take_over(self) -> None:
+        """Bring readers and writer to the newest version of a store that is shared."""
+        raise NotImplementedError
 
     def prepare(self) -> Iterator[str]:
         """Do what has to be done before the first lesson, piece by piece, and say what is being done."""
@@ -113,10 +152,16 @@ class Teacher:
             self.store.commit_all(changes, at=now())
         except (OSError, StoreDamaged) as error:
             log.error("a %s could not be made durable: %s", changes[-1].kind, error)
-            reason = error.reason if isinstance(error, StoreDamaged) else error.strerror or error
             raise Unavailable(
-                f"nothing was changed, because it could not be made durable: {reason}"
+                f"nothing was changed, because it could not be made durable: {reason_of(error)}"
             ) from error
+
+
+def reason_of(error: OSError | ValueError) -> str:
+    """What clients are told: no path is in it."""
+    if isinstance(error, StoreDamaged):
+        return error.reason
+    return str(getattr(error, "strerror", None) or error)
 
 
 def content(*parts: Any) -> str:

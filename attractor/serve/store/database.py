@@ -3,16 +3,19 @@
 lessons.db      everything: a record of each change, and the states that the oldest kept versions start from
 snapshots.db    states that make a start or a rollback shorter; it can be deleted, and is made again
 acknowledged    the newest record whose commit returned, so that its loss is noticed
-lock            held by the one server that has the folder open
+lock            held by the one server that has the folder open, or by all that share it
+opening         held by a server while it opens a folder that others may share
+turn, next      held by the server that changes a shared store, and by the one that waits to be next
 """
 
 import errno
 import fcntl
 import os
 import sqlite3
+import time
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
@@ -42,6 +45,8 @@ SCHEMAS = {
 
 Mode = Literal["ro", "rw", "rwc"]
 BUSY_SECONDS = 60.0
+PAUSE = 0.01
+"""Seconds between two attempts to get a lock."""
 LOG_PAGES = 16_384
 """Of the write-ahead log, at which a commit moves them into the database, if that was not done before."""
 FAILURES = {
@@ -215,21 +220,72 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def lock(folder: Path) -> int:
-    """A handle that no one else can get until it is closed or its process ends."""
+def lock(folder: Path, *, shared: bool = False) -> int:
+    """A handle that no one else can get until it is closed or its process ends; or only those who share."""
     handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(handle)
-        message = (
-            f"{folder} is open already, here or in another process: close it there, or take another folder"
-        )
-        raise BlockingIOError(errno.EWOULDBLOCK, message) from error
+        if not _try_lock(handle, fcntl.LOCK_SH if shared else fcntl.LOCK_EX):
+            raise BlockingIOError(
+                errno.EWOULDBLOCK,
+                f"{folder} is open already, here or in another process: close it there, or take another "
+                "folder (servers of lessons can share one, if each is started with --shared)",
+            )
     except BaseException:
         os.close(handle)
         raise
     return handle
+
+
+def pause() -> None:
+    """Until somebody may have let go of a lock."""
+    time.sleep(PAUSE)
+
+
+@contextmanager
+def opening(folder: Path) -> Iterator[None]:
+    """One server at a time makes or checks the files of a folder that others may share."""
+    until = time.monotonic() + BUSY_SECONDS
+
+    def wait() -> None:
+        if time.monotonic() > until:
+            raise BlockingIOError(errno.EWOULDBLOCK, f"another server has been opening {folder} for long")
+        pause()
+
+    with _held(folder / "opening", wait):
+        yield
+
+
+@contextmanager
+def turn(folder: Path, wait: Callable[[], None]) -> Iterator[None]:
+    """One server at a time is in here, of those that share a folder.
+
+    While others are, `wait` is called again and again; it gives up by raising. The system ends the turn of a
+    process that was killed. Who is next holds a lock of its own, so that nobody has two turns in a row while
+    somebody waits.
+    """
+    with ExitStack() as stack:
+        with _held(folder / "next", wait):
+            stack.enter_context(_held(folder / "turn", wait))
+        yield
+
+
+@contextmanager
+def _held(path: Path, wait: Callable[[], None]) -> Iterator[None]:
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        while not _try_lock(handle, fcntl.LOCK_EX):
+            wait()
+        yield
+    finally:
+        os.close(handle)
+
+
+def _try_lock(handle: int, kind: int) -> bool:
+    try:
+        fcntl.flock(handle, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 class Acknowledged:

@@ -22,6 +22,7 @@ import hashlib
 import json
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,27 +132,29 @@ class Outline:
         return erased > version
 
 
-def walk(database: sqlite3.Connection, path: Path, identity: str) -> Iterator[tuple[Row, str, bool]]:
-    """Every record with its chain, and whether its delta is there; StoreDamaged where the chain breaks."""
-    before, expected, keys = first_chain(identity), 1, set[str | None]()
-    query = f"SELECT {COLUMNS}, chain, delta IS NOT NULL FROM records ORDER BY number"
-    for *values, chain, has_delta in database.execute(query):
-        row = Row(*values)
-        if row.number != expected:
-            raise StoreDamaged(path, f"record {expected} is missing", expected)
-        try:
-            found = row.chain(before)
-        except TypeError:
-            found = "a column of another type"
-        if found != chain:
-            raise StoreDamaged(
-                path, "it is not what was written, or not what followed the record before", row.number
-            )
-        if row.key in keys or row.kind not in KINDS:
-            raise StoreDamaged(path, f"kind {row.kind!r} or key {row.key!r} cannot be", row.number)
-        keys |= {row.key} - {None}
-        yield row, chain, bool(has_delta)
-        before, expected = chain, expected + 1
+def walk(database: sqlite3.Connection, path: Path, outline: Outline) -> Iterator[tuple[Row, str, bool]]:
+    """Add every record to an outline that it does not have yet.
+
+    Gives each with its chain, and whether its delta is there; StoreDamaged where the chain breaks.
+    """
+    query = f"SELECT {COLUMNS}, chain, delta IS NOT NULL FROM records WHERE number > ? ORDER BY number"
+    with closing(database.execute(query, [outline.last])) as found:
+        for *values, chain, has_delta in found:
+            row, expected = Row(*values), outline.last + 1
+            if row.number != expected:
+                raise StoreDamaged(path, f"record {expected} is missing", expected)
+            try:
+                is_next = row.chain(outline.chain) == chain
+            except TypeError:  # a column of another type
+                is_next = False
+            if not is_next:
+                raise StoreDamaged(
+                    path, "it is not what was written, or not what followed the record before", row.number
+                )
+            if row.key in outline.keys or row.kind not in KINDS:
+                raise StoreDamaged(path, f"kind {row.kind!r} or key {row.key!r} cannot be", row.number)
+            outline.add(row, chain)
+            yield row, chain, bool(has_delta)
 
 
 def chain_of(database: sqlite3.Connection, number: int) -> str:

@@ -69,6 +69,16 @@ class State:
         else:
             self.lessons[lesson] = LessonState(source, delta, fields, version)
 
+    def without_erased(self, outline: Outline) -> "State":
+        """The same without what was erased since: of lessons, which are known by their numbers."""
+        assert not self.sources
+        kept = {
+            number: own
+            for number, own in self.lessons.items()
+            if not outline.is_erased(own.source, number, own.version)
+        }
+        return State(self.version, lessons=kept)
+
     def drop(self, source: str, lesson: int | None) -> None:
         """A lesson, or all that a source taught."""
         if lesson is None:

@@ -7,6 +7,12 @@
 
 A commit that returned is durable; one that raised changed nothing. Commits go on while a snapshot is written.
 Damage is refused and named: StoreDamaged.
+
+Servers of lessons can share a store. Each change is then made in a turn, of which there is one at a time, and
+which begins with everything that others committed:
+
+    with Store.open(folder, identity=name, shared=True) as store, store.turn():
+        store.commit(...)
 """
 
 import json
@@ -15,7 +21,7 @@ import os
 import sqlite3
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,10 +41,13 @@ from attractor.serve.store.database import (
     lock,
     make_folder,
     open_writer,
+    opening,
+    pause,
     reader,
     remove,
     sql,
     transaction,
+    turn,
 )
 from attractor.serve.store.records import (
     KINDS,
@@ -91,13 +100,16 @@ class _Now:
 
 
 class Store:
-    """Safe to use from several threads. One process at a time has it open."""
+    """Safe to use from several threads. One process at a time has it open, unless all of them share it."""
 
     recovered: str | None  # what opening found and could do without
 
-    def __init__(self, folder: Path, identity: str, sync: SyncName, keep: int, folder_lock: int) -> None:
+    def __init__(
+        self, folder: Path, identity: str, sync: SyncName, keep: int, shared: bool, folder_lock: int
+    ) -> None:
         """Use `open`."""
-        self.folder, self.identity = folder, identity
+        self.folder, self.identity, self.shared = folder, identity, shared
+        self.has_turn = not shared  # nobody else can change it now
         self._keep, self._folder_lock = keep, folder_lock
         self._lessons, self._snapshots = folder / LESSONS, folder / SNAPSHOTS
         self._acknowledged = Acknowledged(folder) if sync == "always" else None
@@ -118,10 +130,10 @@ class Store:
                 self.outline = self._read(identity, promised)
                 states.drop_unfinished(self._records)
                 self._roots = states.versions(self._records)
-            if self._acknowledged is not None:
-                self._acknowledged.write(self.outline.last, self.outline.chain, sync=True)
-            else:  # what is not synced must not be promised
+            if self._acknowledged is None:  # what is not synced must not be promised
                 Acknowledged(folder).path.unlink(missing_ok=True)
+            elif not shared:  # others may have promised more meanwhile
+                self._acknowledged.write(self.outline.last, self.outline.chain, sync=True)
             self._cache = self._open_snapshots()
         except BaseException:
             self._records.close()
@@ -129,20 +141,29 @@ class Store:
 
     @classmethod
     def open(
-        cls, folder: str | Path, *, identity: str, sync: SyncName = "always", keep_snapshots: int = 8
+        cls,
+        folder: str | Path,
+        *,
+        identity: str,
+        sync: SyncName = "always",
+        keep_snapshots: int = 8,
+        shared: bool = False,
     ) -> Self:
         """Make a store or open one. `identity` names what its records belong to, say a base model.
 
         With sync="off" a commit is durable when the system gets to it: a power loss may take the last ones,
-        and never anything in the middle.
+        and never anything in the middle. A store that is shared has no snapshots.
         """
         check_choice("sync", sync, get_args(SyncName))
         check_size("keep_snapshots", keep_snapshots)
+        if shared and sync != "always":
+            raise ValueError(f"sync={sync!r} is not for a store that servers share: leave it at 'always'")
         folder = Path(folder).absolute()
         make_folder(folder)
-        folder_lock = lock(folder)
+        folder_lock = lock(folder, shared=shared)
         try:
-            return cls(folder, identity, sync, keep_snapshots, folder_lock)
+            with opening(folder) if shared else nullcontext():
+                return cls(folder, identity, sync, keep_snapshots, shared, folder_lock)
         except BaseException:
             os.close(folder_lock)
             raise
@@ -158,15 +179,16 @@ class Store:
                 f"{self.folder} belongs to {[name for (name,) in found]}, not to {identity!r}: open it with "
                 "the model and settings it was written for"
             )
-        outline, chains = Outline(identity), []
-        for row, chain, _ in walk(database, self._lessons, identity):
-            outline.add(row, chain)
-            chains.append(chain)
+        outline = Outline(identity)
+        chains = [chain for _, chain, _ in walk(database, self._lessons, outline)]
         check_promise(self._lessons, promised, chains)
         return outline
 
-    def _open_snapshots(self) -> sqlite3.Connection:
+    def _open_snapshots(self) -> sqlite3.Connection | None:
         """The records have everything: whatever is wrong with snapshots, new ones are begun."""
+        if self.shared:
+            remove(self._snapshots)
+            return None
         with ExitStack() as stack:
             try:
                 cache = stack.enter_context(closing(open_writer(self._snapshots, "NORMAL")))
@@ -225,6 +247,41 @@ class Store:
             with suppress(FileNotFoundError):
                 size += path.stat().st_size
         return size
+
+    # --- sharing
+
+    @contextmanager
+    def turn(self, wait: Callable[[], None] = pause) -> Iterator[None]:
+        """Alone among those that share the store, and with all that they have committed.
+
+        One thread of a server may ask for it. While others have theirs, `wait` is called again and again; it
+        gives up by raising.
+        """
+        if not self.shared:
+            yield
+            return
+        with turn(self.folder, wait):
+            self.catch_up()
+            self._promise(self.last, self.outline.chain)  # who committed it may have been killed before
+            self.has_turn = True
+            try:
+                yield
+            finally:
+                self.has_turn = False
+
+    def catch_up(self) -> None:
+        """Know the records that others committed, of a store that is shared."""
+        if self.shared:
+            with self._lock, sql(self._lessons):
+                self._catch_up(self._records)
+
+    def _catch_up(self, database: sqlite3.Connection) -> None:
+        (newest,) = database.execute("SELECT coalesce(max(number), 0) FROM records").fetchone()
+        if newest < self.last:
+            raise StoreDamaged(self._lessons, f"it was there, and the last one is {newest} now", self.last)
+        if newest > self.last:
+            for _ in walk(database, self._lessons, self.outline):
+                pass
 
     # --- writing
 
@@ -295,6 +352,8 @@ class Store:
     def _check(self, row: Row) -> None:
         if self._closed:
             raise ValueError(f"the store in {self.folder} is closed")
+        if not self.has_turn:
+            raise ValueError(f"others share the store in {self.folder}: change it in a `turn`")
         if row.kind not in KINDS:
             raise ValueError(f"a record of kind {row.kind!r}; there are {', '.join(KINDS)}")
         if row.key in self.outline.keys:
@@ -320,6 +379,8 @@ class Store:
 
     def _forget_snapshots(self) -> None:
         """An erased source must not be found there either."""
+        if self._cache is None:
+            return
         try:
             with sql(self._snapshots):
                 self._cache.execute("DELETE FROM states")
@@ -384,16 +445,25 @@ class Store:
 
     # --- reading
 
-    def state_at(self, version: int | None = None, *, share: float = 1.0) -> State:
-        """From the nearest state that is kept and the records since. It takes this share of the time."""
+    def state_at(
+        self, version: int | None = None, *, start: State | None = None, share: float = 1.0
+    ) -> State:
+        """From the nearest state that is kept, or from `start`, and the records since.
+
+        It takes this share of the time.
+        """
         with sql(self._lessons), self._reading() as now:
             lessons, snapshots = now.lessons, now.snapshots
             wanted = now.last if version is None else version
             self._check_version(wanted, now.oldest, now.last)
             cached = self._cached(snapshots)
             roots = {*states.versions(lessons), *cached, *([0] if now.oldest == 0 else [])}
+            given = {} if start is None else {start.version: start}
             while True:
-                root, spans = path_to(wanted, sorted(roots), self.outline.rollbacks)
+                root, spans = path_to(wanted, sorted({*roots, *given}), self.outline.rollbacks)
+                if root in given:
+                    state = given[root].without_erased(self.outline)
+                    break
                 try:
                     state = self._root(root, lessons, snapshots if root in cached else None)
                     break
@@ -415,8 +485,11 @@ class Store:
         with ExitStack() as stack:
             with self._lock:  # no commit is half done
                 lessons, snapshots = stack.enter_context(reader(self._lessons)), None
+                if self.shared:  # what is missing here was erased by one of these records
+                    self._catch_up(lessons)
                 try:
-                    snapshots = stack.enter_context(reader(self._snapshots))
+                    if self._cache is not None:
+                        snapshots = stack.enter_context(reader(self._snapshots))
                 except (OSError, StoreDamaged) as error:
                     self._went_without(error)
                 now = _Now(lessons, snapshots, self.oldest, self.last)
@@ -476,6 +549,8 @@ class Store:
         It takes this share of the time, at most. Returns its version, None where there is nothing new. After
         an OSError everything is as before, or more is kept than needed.
         """
+        if self._cache is None:
+            raise ValueError(f"the store in {self.folder} is shared, and has no snapshots")
         with self._snapshotting:
             version = self.last
             with self._lock, sql(self._lessons):  # that an attempt before this one left
@@ -551,10 +626,11 @@ class Store:
             if self._closed:
                 return
             self._closed = True
-            if self._acknowledged is not None:
+            if self._acknowledged is not None and not self.shared:  # others may have promised more
                 with suppress(OSError):
                     self._acknowledged.write(self.outline.last, self.outline.chain, sync=True)
-            self._cache.close()
+            if self._cache is not None:
+                self._cache.close()
             self._records.close()
             os.close(self._folder_lock)
 

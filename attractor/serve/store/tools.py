@@ -57,21 +57,21 @@ def verify(folder: str | Path) -> Report:
     """Check every page, record, delta and state."""
     path, report = lessons_in(folder), Report()
     chains: dict[int, str] = {}
-    outline = Outline("")
+    outline, promised = Outline(""), None
+    with _noted(report):
+        promised = Acknowledged(path.parent).read()  # first: a server may go on meanwhile
     with _noted(report), sql(path), reader(path) as database:
         check_structure(database, path, quick=False)
         check_form(database, path)
         report.identity = "".join(name for (name,) in database.execute("SELECT identity FROM about"))
         report.oldest = min(states.versions(database), default=0)
         outline = Outline(report.identity)
-        rows = list(walk(database, path, report.identity))
-        for row, chain, _ in rows:
-            outline.add(row, chain)
-            chains[row.number] = chain
+        rows = list(walk(database, path, outline))
+        chains |= {row.number: chain for row, chain, _ in rows}
         report.last = outline.last
         report.erased = [*sorted(outline.erased), *(f"lesson {n}" for n in sorted(outline.erased_lessons))]
         with _noted(report):
-            check_promise(path, Acknowledged(path.parent).read(), [chain for _, chain, _ in rows])
+            check_promise(path, promised, list(chains.values()))
         for row, _, has_delta in rows:
             is_old = row.number <= report.oldest and row.kind == "lesson"
             is_gone = is_old or outline.is_erased(row.source or "", row.target, row.number)
