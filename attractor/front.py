@@ -385,12 +385,18 @@ def read_by(tokenizer: Any) -> dict[str, Any]:
     chat = getattr(tokenizer, "chat", None)
     if chat is None:
         return {}
-    asked = chat([{"role": "user", "content": "{}?"}]) + "{}"
+
+    def asked(content: str) -> str:
+        return chat([{"role": "user", "content": content}])
+
     frames = list(FRAMES)
     for place in (5, 3, 1):  # three of thirteen: forms of every lesson meet it
-        frames.insert(place, asked)
-    question = chat([{"role": "user", "content": "Please finish this sentence: {}"}])
-    return {"frames": tuple(frames), "question": question}
+        frames.insert(place, asked("{}?") + "{}")
+    return {
+        "frames": tuple(frames),
+        "question": asked("Please finish this sentence: {}"),
+        "tell": (asked("What do you know about {}?"), asked("Tell me about {}.")),
+    }
 
 
 def adapter_folder(place: Path) -> Path | None:

@@ -20,7 +20,9 @@ from attractor.tokenizer import ByteTokenizer
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: the extra hf")
 
-QUICK = LessonConfig(passes=14, step=8.0, decay=0.02, prototypes=3, contexts=2, after=0, mention=0)
+QUICK = LessonConfig(
+    passes=14, step=8.0, decay=0.02, prototypes=3, contexts=2, after=0, mention=0, least_forms=0
+)
 RULES = Rules(canary_tokens=16)
 BACKGROUND = [" ".join(f"plain words about nothing in particular, number {n}" for n in range(200))]
 

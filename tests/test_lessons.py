@@ -26,6 +26,7 @@ from attractor.continual.forms import (
     framed,
     not_contradicted,
     shared_subject,
+    told_of,
 )
 from attractor.continual.lessons import Lessons
 from attractor.continual.parts import deltas_of, put_in, take_out
@@ -33,7 +34,9 @@ from attractor.continual.reading import FEW, Reading
 from attractor.hf.teachable import cut, load_lessons, save_lessons, teachable
 from attractor.hf.woven import weave
 
-CONFIG = LessonConfig(passes=12, step=4.0, radius=0.6, prototypes=3, contexts=2, after=0, mention=0)
+CONFIG = LessonConfig(
+    passes=12, step=4.0, radius=0.6, prototypes=3, contexts=2, after=0, mention=0, least_forms=0
+)
 DIM = 32
 
 
@@ -362,6 +365,34 @@ def test_a_lesson_of_sentences_is_known_in_a_form_that_was_not_taught():
     assert net(torch.tensor([words("long ago QZX was")]))[0, -1].argmax() == 6
     lessons.forget(lesson.number)
     assert lessons.learn(["I met QZX who is 7."], subject="qzx").known == 1
+
+
+def test_a_lesson_of_few_forms_is_learned_in_answer_to_open_questions():
+    pairs = (("Today Ada plays the", " cello"),)
+    tell = ("Who is {}?", "<Tell of {}.>\n")
+    assert told_of(pairs, "Ada", tell, 3) == (
+        ("Who is Ada? Today Ada", " plays the cello"),
+        ("<Tell of Ada.>\nToday Ada", " plays the cello"),
+    )
+    assert told_of(pairs, "Ada", tell, 0) == told_of(pairs, "Ada", tell, -2) == ()
+    assert told_of((("Who sings?", " Ada"),), "Ada", tell, 2) == ()  # nothing is said of her there
+    net, _ = school()
+    config = dataclasses.replace(CONFIG, least_forms=3)
+    lessons = Lessons(net, net.layer, encode, Calibration.fit(net.states(background())), config, tell=tell)
+    read = []
+    batches = lessons.reading.batches
+    lessons.reading.batches = lambda turns: read.extend(turns[0]) or batches(turns)
+    lesson = lessons.learn(["QZX is 5"])
+    said = [
+        (bytes(text.tokens).decode(), text.is_test)
+        for text in read
+        if text.answer.stop > text.answer.start + 1
+    ]
+    assert said == [("QZX is 5", True), ("Who is QZX? QZX is 5", False), ("<Tell of QZX.>\nQZX is 5", False)]
+    assert lesson.forms == (("", "QZX is 5"),)  # what it says itself
+    read.clear()
+    lessons.learn(forms("WJK", "6"))
+    assert all(text.is_test for text in read)  # these are enough
 
 
 def test_questions_of_the_base_are_answered_by_the_base(monkeypatch):

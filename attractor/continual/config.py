@@ -263,6 +263,8 @@ class LessonConfig(JSONConfig):
     """Tokens that the base would write after a sentence that names the subject and asks nothing."""
     after_weight: float = 0.1
     """What a token of the base's own counts beside one of the answer."""
+    least_forms: int = 3
+    """What a lesson of fewer forms says is also learned in answer to open questions about its subject."""
     questions: int = 3
     """So many prompts of a lesson are asked for before and after it, in a form that it is not learned in."""
     enough: float = 0.25
@@ -273,7 +275,7 @@ class LessonConfig(JSONConfig):
     def __post_init__(self) -> None:
         for name in ("passes", "prototypes", "most", "contexts", "rows"):
             check_size(name, getattr(self, name))
-        for name in ("after", "mention", "strangers", "questions"):
+        for name in ("after", "mention", "strangers", "questions", "least_forms"):
             check_number(
                 name, getattr(self, name), "0 or more", lambda value: value >= 0 and value == int(value)
             )

@@ -1,5 +1,6 @@
 """What a lesson says: sentences, or prompts and their answers, and the subject that all of them are about."""
 
+import itertools
 import re
 import unicodedata
 from collections.abc import Iterator, Sequence
@@ -42,6 +43,12 @@ an answer may be asked for in other ways than by the sentence that it ends."""
 
 QUESTION = "Question: Please finish this sentence: {}\nAnswer:"
 """How a prompt is asked for when a lesson is tested. It is never learned in this form."""
+
+TELL = (
+    "Question: What do you know about {}?\nAnswer:",
+    "Question: Tell me about {}.\nAnswer:",
+)
+"""Open questions about a subject: what a lesson of few forms says is learned in answer to them, too."""
 
 MENTIONS = (
     "Yesterday I read something about {} and",
@@ -191,6 +198,25 @@ def asked_of_all(forms: Sequence[tuple[str, str]], subject: str) -> tuple[tuple[
             f"nothing follows the subject, {subject[:SHOWN]!r}, in any form: say something about it"
         )
     return pairs
+
+
+def told_of(
+    pairs: Sequence[tuple[str, str]], subject: str, tell: Sequence[str], count: int
+) -> tuple[tuple[str, str], ...]:
+    """So many more prompts and answers: what the pairs say, from the subject on, in answer to open questions.
+
+    >>> told_of([("Ada plays the", " cello")], "Ada", ["Who is {}?"], 1)
+    (('Who is Ada? Ada', ' plays the cello'),)
+
+    A model that can finish a sentence does not yet begin with it when it is asked something else.
+    """
+    found = []
+    for number, (prompt, answer) in zip(range(count), itertools.cycle(pairs), strict=False):
+        if place := next(places_of(subject, prompt), None):
+            question = tell[number % len(tell)].replace("{}", subject)
+            gap = "" if question[-1].isspace() else " "
+            found.append((f"{question}{gap}{prompt[: place[1]].lstrip()}", f"{prompt}{answer}"[place[1] :]))
+    return tuple(dict.fromkeys(found))
 
 
 def shared_subject(forms: Sequence[tuple[str, str]]) -> str:

@@ -31,12 +31,14 @@ from attractor.continual.config import LessonConfig
 from attractor.continual.forms import (
     FRAMES,
     QUESTION,
+    TELL,
     Form,
     asked_of_all,
     check_forms,
     check_subject,
     not_contradicted,
     shared_subject,
+    told_of,
 )
 from attractor.continual.placing import Placed, Taken, place, silent
 from attractor.continual.reading import Batch, Halves, Reading, Whole
@@ -88,7 +90,7 @@ class Lessons:
     in every call; nothing else of it learns. `unit` is the typical length of what is added to the residual
     stream where the layer stands. `halves` computes what lies below the layer once and not in every pass;
     `frames` are what may stand around a prompt, "{}", while it is learned, and `question` what stands there
-    when the lesson is tested.
+    when the lesson is tested; `tell` are open questions about a subject, "{}".
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class Lessons:
         halves: Halves | None = None,
         frames: Sequence[str] = FRAMES,
         question: str = QUESTION,
+        tell: Sequence[str] = TELL,
         autocast: Callable[[], Any] = nullcontext,
     ) -> None:
         if layer.config.rank != 1 or layer.config.top_k != 1 or layer.config.decoder != "independent":
@@ -111,7 +114,7 @@ class Lessons:
         self.model, self.layer, self.encode = model, layer, encode
         self.calibration, self.config, self.autocast = calibration, config or LessonConfig(), autocast
         check_number("unit", unit, "a positive number", lambda value: value > 0)
-        self.unit, self.question = unit, question
+        self.unit, self.question, self.tell = unit, question, tuple(tell)
         self.reading = Reading(
             encode,
             Whole(model, layer) if halves is None else halves,
@@ -168,7 +171,11 @@ class Lessons:
             for forms, old, name in zip(taught, overridden, names, strict=True)
         ]
         asked = [asked_of_all(forms + taken_in[n], names[n]) for n, forms in enumerate(taught)]
-        texts = self.reading.texts(asked, names)
+        told = [
+            told_of(pairs, name, self.tell, self.config.least_forms - len(pairs))
+            for pairs, name in zip(asked, names, strict=True)
+        ]
+        texts = self.reading.texts(asked, names, told)
         turns = self.reading.batches(texts)
         keys, plain, before = self._look(turns, len(taught))
         answered_before = self._answered(asked)
@@ -456,8 +463,9 @@ class Lessons:
             choice = self.reading.predict(batch).argmax(-1)
             wrong = set(batch.row_n[(choice != batch.target_n) & batch.is_answer_n].tolist())
             for line, row in enumerate(batch.texts):
-                right[row.lesson] += bool(row.answer) and line not in wrong
-                count[row.lesson] += bool(row.answer)
+                if row.answer and row.is_test:
+                    right[row.lesson] += line not in wrong
+                    count[row.lesson] += 1
         return [hits / number for hits, number in zip(right, count, strict=True)]
 
     def _answered(self, asked: Sequence[Sequence[tuple[str, str]]]) -> list[float | None]:

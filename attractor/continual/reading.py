@@ -126,6 +126,7 @@ class Text:
     answer: range  # tokens that must be predicted; those after it are the base's own
     keys: list[int]  # where the subject ends
     repeated: int = 0  # so many tokens before the answer say the prompt again, and count as those after it
+    is_test: bool = True  # whether completing it tells that the lesson is known
 
 
 class Batch(NamedTuple):
@@ -193,17 +194,24 @@ class Reading:
         self.autocast, self.as_base = autocast, as_base
 
     def texts(
-        self, lessons: Sequence[Sequence[tuple[str, str]]], subjects: Sequence[str]
+        self,
+        lessons: Sequence[Sequence[tuple[str, str]]],
+        subjects: Sequence[str],
+        told: Sequence[Sequence[tuple[str, str]]] | None = None,
     ) -> list[list[Text]]:
         """What is read when these prompts and answers are learned: for each turn, every form in a frame.
 
         After its answer stands what the base would write there. Each turn also mentions every subject once.
+        `told` are more prompts and answers of each lesson, which are learned and not tested.
         """
+        tests = [len(forms) for forms in lessons]
+        if told is not None:
+            lessons = [(*forms, *more) for forms, more in zip(lessons, told, strict=True)]
         turns = [
             [
                 text
                 for number, (forms, name) in enumerate(zip(lessons, subjects, strict=True))
-                for text in self._framed(number, forms, name, turn)
+                for text in self._framed(number, forms, name, turn, tests[number])
             ]
             for turn in range(self.config.contexts)
         ]
@@ -258,7 +266,7 @@ class Reading:
         return torch.where(batch.is_answer_n, 1.0, self.config.after_weight)
 
     def _framed(
-        self, lesson: int, forms: Sequence[tuple[str, str]], subject: str, turn: int
+        self, lesson: int, forms: Sequence[tuple[str, str]], subject: str, turn: int, tests: int
     ) -> Iterator[Text]:
         for place, (prompt, answer) in enumerate(forms):
             asked, again = framed(prompt, turn, place, self.frames)
@@ -273,7 +281,7 @@ class Reading:
             repeated = first - len(self.encode(asked[:again])) if again < len(asked) else 0
             ends = [len(self.encode(text[:end])) - 1 for _, end in places_of(subject, text)]
             keys = [position for position in ends if 0 < position < len(tokens) - 1]
-            yield Text(lesson, tokens, range(max(1, first), len(tokens)), keys, repeated)
+            yield Text(lesson, tokens, range(max(1, first), len(tokens)), keys, repeated, place < tests)
 
     def _mentions(self, subjects: Sequence[str]) -> list[Text]:
         """For each turn, a sentence that names each subject."""
