@@ -2,9 +2,10 @@
 
     python benchmarks/sentences.py --result results/sentences.json      # some minutes on two cores
 
-A pretrained model is taught each fact by one plain sentence, as a person would say it, and asked two questions
-about it in a chat, with what the sentence says learned in answer to open questions, too, and without. An answer
-is right if it holds the word. What the model says of other things is compared with the base.
+A pretrained model is taught each fact by one plain sentence, as a person would say it, and asked two
+questions about it in a chat: with what the sentence says learned in answer to open questions, too, and
+without. An answer is right if it holds the word. What the model says of other things is compared with the
+base.
 """
 
 import argparse
@@ -119,9 +120,7 @@ def main() -> None:
     write_result(given.result, {"experiment": "sentences", "model": given.model, **found})
     for name, part in found.items():
         same = sum(row["same"] for row in part["others"].values())
-        print(
-            f"{name}: {part['right']} of {part['of']} right; of other answers {same} of {len(OTHERS)} are the base's"
-        )
+        print(f"{name}: {part['right']} of {part['of']} right; other answers that are the base's: {same}")
 
 
 if __name__ == "__main__":

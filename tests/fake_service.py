@@ -23,7 +23,7 @@ from attractor.serve.decode.sequences import GeneratedToken
 from attractor.serve.decode.touches import Touch
 from attractor.serve.errors import Busy, Refused, Unavailable
 from attractor.serve.http.status import Monitor
-from attractor.serve.learning.catalogue import Catalogue, searched
+from attractor.serve.learning.catalogue import Asked, Catalogue, searched
 from attractor.tokenizer import ByteTokenizer
 
 LINE = "Now is the winter of our discontent\nMade glorious summer by this sun of York. "
@@ -119,8 +119,8 @@ class FakeService:
 
     # --- learning
 
-    def begin(self, verb: str, *arguments: Any) -> Future[dict[str, Any]]:
-        return self.writer.submit(getattr(self, verb), *arguments)
+    def begin(self, verb: str, *arguments: Any, **options: Any) -> Future[dict[str, Any]]:
+        return self.writer.submit(getattr(self, verb), *arguments, **options)
 
     def _change(self, kind: str, key: str | None, answer: dict[str, Any], **line: Any) -> dict[str, Any]:
         if self.problem is not None:
@@ -267,6 +267,19 @@ class FakeSchool(FakeService):
         self._change("lesson", None, {}, source=source, lesson=number)
         fields = {"tokens": 0, "bytes": 18_000 + 700 * number, "at": self.history[-1]["at"]}
         self.catalogue.add(lesson, source, fields, self.version)
+
+    def learn(  # type: ignore[override]
+        self, what: list[Asked], source: str, key: str | None, sender: str | None = None, **_: Any
+    ) -> dict[str, Any]:
+        if self.problem is not None:
+            raise self.problem
+        numbers = []
+        for each in what:
+            numbers.append(self.version)
+            self.teach(each.subject, each.forms[0][1], source)
+        lessons = [self.catalogue.entries[number] for number in numbers]
+        answer = {"version": self.version, "source": source, "repeated": False, "now": self.version}
+        return {**answer, "lessons": lessons, "known": all(one["known"] for one in lessons)}
 
     def paths(self) -> list[str]:
         return ["base", "lessons"]

@@ -238,7 +238,7 @@ class TestLessonsInBrowser:
         page.wait("document.querySelectorAll('.chart[aria-label] .plotly').length === 2")
         first = "[...document.querySelectorAll('h2')].filter((each) => each.offsetParent)"
         titles = page.evaluate(f"{first}.map((each) => each.textContent)")
-        assert titles == ["Lessons", "Ask", "Canaries", "Queue", "Playground", "Sources", "Versions"]
+        assert titles == ["Lessons", "Teach", "Ask", "Canaries", "Queue", "Playground", "Sources", "Versions"]
         told = seen(page, "getElementById('lessons-sum').textContent")
         assert told == "14 lessons from 2 sources, 13 known, 316 kB."
         assert len(subjects(page)) == 8
@@ -280,6 +280,31 @@ class TestLessonsInBrowser:
         page.wait("!document.getElementById('forget-13') && !!document.getElementById('forget-14')")
         assert not page.evaluate("[...document.querySelectorAll('dialog')].some((each) => each.open)")
         assert "Forgot lesson 13" in seen(page, "getElementById('banner').textContent")
+
+    def teach(self, page, text):
+        page.evaluate(f"document.getElementById('teach-text').value = {text!r}")
+        page.evaluate("document.getElementById('teach-text').focus()")
+        page.press("Enter")
+        page.wait("!document.getElementById('teach-run').disabled")
+        return seen(page, "getElementById('teach-message').textContent")
+
+    def test_sentences_are_taught_by_keyboard_and_appear_among_the_lessons(self, page, service):
+        told = self.teach(page, "Tarn Velick lives in Oslo. Bram Holt plays the cello.")
+        assert told == "2 lessons taught, in version 16."
+        lines = "[...document.querySelectorAll('#teach-lessons li')].map((each) => each.textContent)"
+        assert page.evaluate(lines) == ["lesson 14, Tarn Velick is known", "lesson 15, Bram Holt is known"]
+        page.wait("document.querySelector('#lessons-list tbody td').textContent === 'Bram Holt'")
+        assert service.lesson(14)["source"] == "dashboard"
+        assert seen(page, "getElementById('teach-text').value") == ""
+        assert self.teach(page, f"{HOSTILE} is => Oslo\nOn maps, {HOSTILE} is => Oslo") == (
+            "1 lesson taught, in version 17."
+        )
+        assert HOSTILE in seen(page, "getElementById('teach-lessons').textContent")
+
+    def test_what_cannot_be_taught_is_told_and_stays_to_be_corrected(self, page, service):
+        assert "does not tell what it is about" in self.teach(page, "it rains.")
+        assert seen(page, "getElementById('teach-text').value") == "it rains."
+        assert service.version == 14
 
     def test_an_answer_names_its_lessons_word_by_word(self, page, service):
         told = question(page, "Where do Zorvan Quillbeam and Bo Lund live?")

@@ -7,6 +7,7 @@ import { $, bytes, duration, number } from "./dom.js";
 import { drawLessons, startLessons } from "./lessons.js";
 import { loadModels, startPlayground } from "./playground.js";
 import { drawOverlays, drawVersions, forgetVersions, isAsking, loadVersions } from "./tables.js";
+import { startTeaching } from "./teach.js";
 
 const EVERY = 2000;
 const LOCKED = {
@@ -149,6 +150,7 @@ function startKeys() {
 startKeys();
 startPlayground();
 startLessons(change);
+startTeaching(() => refresh());
 startAsking();
 document.addEventListener("visibilitychange", () => document.hidden || refresh());
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => latest && drawAll(latest));
