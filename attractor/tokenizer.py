@@ -190,8 +190,11 @@ class LibraryTokenizer(Tokenizer):
         """Tokens that cut a character in half become replacement characters."""
         return self._tokenizer.decode(self._check_ids(ids).tolist(), skip_special_tokens=False)
 
+    def library_json(self) -> str:
+        return self._tokenizer.to_str()
+
     def _fields(self) -> dict[str, Any]:
-        return {"tokenizers": json.loads(self._tokenizer.to_str())}
+        return {"tokenizers": json.loads(self.library_json())}
 
     @classmethod
     def _from_fields(cls, fields: dict[str, Any]) -> Self:

@@ -1,7 +1,6 @@
-"""Saved retrofits for the Auto classes of transformers: importing this module registers them.
+"""Saved retrofits with their base, as the Auto classes of transformers load them.
 
-    import attractor.hf
-    attractor.hf.register()
+    import attractor
     net = AutoModelForCausalLM.from_pretrained(folder)      # a Retrofit, as `load_retrofit` gives one
 
 The base is found where the folder says that it was loaded from.
@@ -11,21 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM
 
-from attractor.hf.card import MODEL_TYPE
 from attractor.hf.files import dtype_of_base, loaded_from
 from attractor.hf.net import Retrofit, load_retrofit
 from attractor.hf.pretrained import SMOLLM2, check_source, load_pretrained
 
 OURS_TO_DECIDE = ("config", "adapter_kwargs", "trust_remote_code", "local_files_only", "use_safetensors")
 """What AutoModelForCausalLM hands on and the base is not given: no code of its author is run, for one."""
-
-
-class RetrofitConfig(PreTrainedConfig):
-    """The config.json of a saved retrofit, which says no more than its type; `net.config` is the base's."""
-
-    model_type = MODEL_TYPE
 
 
 def load_with_base(folder: str | Path, *, dtype: Any = None, **options: Any) -> Retrofit:
@@ -62,7 +54,3 @@ def _load_base(source: str, dtype: torch.dtype, options: dict[str, Any]) -> Any:
         local_files_only=Path(source).exists(),
         **options,
     )
-
-
-AutoConfig.register(MODEL_TYPE, RetrofitConfig, exist_ok=True)
-AutoModelForCausalLM.register(RetrofitConfig, Retrofit, exist_ok=True)

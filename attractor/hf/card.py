@@ -92,10 +92,9 @@ tags:
 # A GPT of Attractor Patch Networks
 
 ```python
-import attractor.hf  # pip install "attractor-patch-networks[hf]"
+import attractor  # pip install "attractor-patch-networks[hf]"
 from transformers import AutoModelForCausalLM
 
-attractor.hf.register()
 model = AutoModelForCausalLM.from_pretrained("this-folder")
 ```
 
