@@ -11,7 +11,8 @@ import json
 import logging
 import re
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -81,6 +82,39 @@ class KnownHash(NamedTuple):
         )
 
 
+class BroughtBack(Mapping[str, Tensor]):
+    """The tensors of a model of which `accelerate` keeps some on a disk, one in memory at a time."""
+
+    def __init__(self, model: nn.Module, here: Mapping[str, Tensor]) -> None:
+        self.model, self.here = model, here
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.here)
+
+    def __len__(self) -> int:
+        return len(self.here)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if not self.here[name].is_meta:
+            return self.here[name]
+        from accelerate.utils import align_module_device
+
+        path, _, own = name.rpartition(".")
+        module = self.model.get_submodule(path)
+        with align_module_device(module, torch.device("cpu")) if is_kept(module) else nullcontext():
+            tensor: Tensor = getattr(module, own)
+            if tensor.is_meta:
+                raise ValueError(f"{name} of the base has no data: load the base before its retrofit")
+            return tensor.detach().clone()
+
+
+def is_kept(module: nn.Module) -> bool:
+    """Whether `accelerate` keeps the tensors of a module elsewhere while they are not used."""
+    from accelerate.utils import has_offloaded_params
+
+    return has_offloaded_params(module)
+
+
 _hashes: weakref.WeakKeyDictionary[nn.Module, KnownHash] = weakref.WeakKeyDictionary()
 
 
@@ -90,6 +124,8 @@ def base_hash(model: nn.Module) -> str:
     Autograd counts the writes, and it does not see what is written through `tensor.data`.
     """
     now: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    if any(tensor.is_meta for tensor in now.values()):
+        return tensors_hash(BroughtBack(model, now))
     if any(tensor.is_inference() for tensor in now.values()):  # nothing counts how often these are written
         return tensors_hash(now)
     known = _hashes.get(model)
