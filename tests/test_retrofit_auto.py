@@ -1,5 +1,6 @@
 """Saved retrofits and the Auto classes of transformers, also in a process of their own."""
 
+import json
 import subprocess
 import sys
 
@@ -54,6 +55,21 @@ def test_the_base_has_the_dtype_that_it_had(tmp_path):
         assert torch.equal(logits(again), logits(net))
     with pytest.raises(ValueError, match=r"dtype=torch.float32 is not torch.bfloat16, that of the base"):
         load_with_base(tmp_path / "saved", dtype=torch.float32)
+
+
+def test_a_folder_without_its_config_says_what_it_is(tmp_path):
+    make(tmp_path)
+    (tmp_path / "saved" / "config.json").unlink()
+    with pytest.raises(OSError, match=r"this is a retrofit, which attractor\.load_retrofit"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+
+
+def test_a_base_of_another_shape_is_not_loaded(tmp_path):
+    make(tmp_path)
+    path = tmp_path / "base" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 10**9}))
+    with pytest.raises(ValueError, match="another base: num_hidden_layers is 2 there and 1000000000 here"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
 
 
 def test_a_base_without_data_is_a_clear_error(tmp_path):

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from attractor.hf.files import dtype_of_base, loaded_from
+from attractor.hf.files import check_shape, dtype_of_base, loaded_from
 from attractor.hf.net import Retrofit, load_retrofit
 from attractor.hf.pretrained import SMOLLM2, check_source, load_pretrained
 
@@ -36,21 +36,21 @@ def load_with_base(folder: str | Path, *, dtype: Any = None, **options: Any) -> 
             "attractor.load_retrofit"
         )
     given = {name: value for name, value in options.items() if name not in OURS_TO_DECIDE}
-    return load_retrofit(_load_base(base, own, given), folder)
+    return load_retrofit(_load_base(base, own, folder, given), folder)
 
 
-def _load_base(source: str, dtype: torch.dtype, options: dict[str, Any]) -> Any:
+def _load_base(source: str, dtype: torch.dtype, folder: str | Path, options: dict[str, Any]) -> Any:
     """A base as `load_pretrained` reads it, from safetensors or GGUF alone; it may have no tokenizer."""
     check_source(source)
     if source == SMOLLM2 or Path(source).suffix == ".gguf":
         if options:
             raise TypeError(f"{source} is a GGUF file, which is loaded without {', '.join(sorted(options))}")
         return load_pretrained(source, dtype=dtype)[0]
-    return AutoModelForCausalLM.from_pretrained(
-        source,
-        dtype=dtype,
-        use_safetensors=True,
-        trust_remote_code=False,
-        local_files_only=Path(source).exists(),
-        **options,
-    )
+    trusted = {"trust_remote_code": False, "local_files_only": Path(source).exists()}
+    try:
+        check_shape(folder, AutoConfig.from_pretrained(source, **trusted))
+        return AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, use_safetensors=True, **trusted, **options
+        )
+    except Exception as error:  # transformers does not say which it raises
+        raise ValueError(f"the base cannot be loaded from {source}: {error}") from error

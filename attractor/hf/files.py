@@ -137,7 +137,20 @@ def base_hash(model: nn.Module) -> str:
 
 def base_fields(model: Any) -> dict[str, Any]:
     """The configuration of a base, as JSON holds it, without what changes no logit."""
-    return json.loads(json.dumps(_essential(model.config.to_diff_dict()), default=str))
+    return _fields(model.config)
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    return json.loads(json.dumps(_essential(config.to_diff_dict()), default=str))
+
+
+def check_shape(folder: str | Path, config: Any) -> None:
+    """A ValueError if a base that is not loaded yet is another one: by its configuration it may be huge."""
+    saved, own = _base_of(folder).get("config"), _fields(config)
+    if not isinstance(saved, dict) or saved.get("model_type") != own.get("model_type"):
+        return  # models that see have the configuration of a part: the loaded base will tell
+    if differs := _difference(saved, own):
+        raise ValueError(f"{folder} was made for another base: {differs}. Nothing was loaded")
 
 
 def _essential(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -190,7 +203,8 @@ def write(
     if bad:
         raise ValueError(f"{bad[0]} holds numbers that are not finite; nothing was saved")
     about = dict(about or {})
-    described = _describe(model, layers, mode, source, attention, peft_type=PEFT_TYPE, about=about)
+    for_others = {"peft_type": PEFT_TYPE, "base_model_name_or_path": PEFT_TYPE}
+    described = _describe(model, layers, mode, source, attention, about=about, **for_others)
     kind = {"model_type": MODEL_TYPE, "architectures": ["Retrofit"]}
     about = {"format": "pt", "base": described["base"]["weights"], "digest": described["digest"]}
 
