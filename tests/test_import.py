@@ -1,5 +1,6 @@
 """What an import does not do: warn, open a connection, or start a process."""
 
+import pkgutil
 import subprocess
 import sys
 
@@ -13,9 +14,13 @@ def refuse(event, arguments):
         raise SystemExit(f"{event} {arguments}")
 
 sys.addaudithook(refuse)
+import importlib
 import attractor
 for name in sys.argv[1:]:
-    getattr(attractor, name)
+    if name.startswith("attractor."):
+        importlib.import_module(name)
+    else:
+        getattr(attractor, name)
 """
 
 
@@ -35,3 +40,14 @@ def test_so_is_the_import_of_everything():
     import attractor
 
     imported(*attractor.__all__)
+
+
+@pytest.mark.slow
+def test_and_of_every_module():
+    for package in ("fastapi", "tokenizers", "transformers", "triton", "tyro"):
+        pytest.importorskip(package, reason=f"{package} is not installed: the extra dev")
+    import attractor
+
+    found = [module.name for module in pkgutil.walk_packages(attractor.__path__, "attractor.")]
+    assert len(found) > 100
+    imported(*(name for name in found if not name.endswith("__main__")))
