@@ -71,6 +71,21 @@ def tiny():
     return transformers.LlamaForCausalLM(config).eval()
 
 
+def trainer(folder):
+    import transformers
+
+    net = attractor.retrofit(tiny(), SMALL)
+    rows = [{"input_ids": row, "labels": row} for row in torch.arange(64).view(4, 16)]
+    options = {"max_steps": 2, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    arguments = transformers.TrainingArguments(output_dir=str(folder / "trained"), **options)
+    run = transformers.Trainer(net, arguments, train_dataset=rows)
+    run.train()
+    run.save_model()
+    learned = net.eval()(rows[0]["input_ids"][None]).logits
+    again = attractor.load_retrofit(net.unload(), folder / "trained")
+    assert torch.equal(again(rows[0]["input_ids"][None]).logits, learned)
+
+
 @torch.no_grad()
 def retrofit(folder):
     import transformers
@@ -143,6 +158,7 @@ with tempfile.TemporaryDirectory() as folder:
         every_module()
         train(Path(folder))
         retrofit(Path(folder))
+        trainer(Path(folder))
         lesson()
         server(Path(folder))
 print("all of it works")
