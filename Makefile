@@ -32,7 +32,7 @@ pytest: $(READY_TO_TEST)  ## the tests alone, on two cores
 	@$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 soak: $(READY_TO_TEST)  ## the slow tests, and what a server promises: kill -9, pauses, 64 clients (twenty minutes)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[notebooks]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs,notebooks]"
 	@$(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
 	@$(BIN)/python benchmarks/soak.py --result results/soak.json
 
