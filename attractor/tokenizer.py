@@ -183,7 +183,9 @@ class LibraryTokenizer(Tokenizer):
     def __init__(self, library_json: str) -> None:
         try:
             self._tokenizer = _library().Tokenizer.from_str(library_json)
-        except Exception as error:  # the library raises nothing narrower
+        except BaseException as error:  # the library raises nothing narrower, and its panics are no Exception
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise ValueError(f"the embedded {self.kind} tokenizer is damaged: {error}") from error
 
     def decode(self, ids: ArrayLike) -> str:

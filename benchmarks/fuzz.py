@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
@@ -67,7 +68,7 @@ BACKGROUND = [" ".join(f"plain words about nothing in particular, number {n}" fo
 AT = "2026-01-01T00:00:00Z"
 
 
-THEIRS = (RecursionError, TypeError)
+THEIRS = (RecursionError, TypeError, StrictDataclassError)
 """Of transformers, which reads the JSON of a folder before it asks us."""
 
 
@@ -557,7 +558,9 @@ def run(name: str, chance: random.Random, seed: int, *, fits: bool) -> Outcome:
             return replace(outcome, verdict="LARGE", detail=repr(error)[:500]) if is_large(error) else outcome
         except Stuck:
             return replace(outcome, verdict="STUCK", detail=traceback.format_exc()[-1500:])
-        except Exception as error:
+        except BaseException as error:  # a panic of a library in Rust is no Exception
+            if isinstance(error, KeyboardInterrupt):
+                raise
             verdict = "LARGE" if is_large(error) else "CRASH"
             return replace(outcome, verdict=verdict, detail=traceback.format_exc()[-1500:])
         if found == expected:

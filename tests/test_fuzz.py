@@ -15,6 +15,7 @@ for package in ("fastapi", "tokenizers"):
 
 import fuzz  # noqa: E402 (it needs them)
 
+LAYER = ("layers", "model.layers.1.mlp")
 FOUND = [
     ("config", "learn.json", ("update", "train"), 0.5),
     ("config", "guard.json", ("also",), [{}]),
@@ -31,10 +32,13 @@ FOUND = [
     ("guarded", "guarded/guard.json", ("notes",), "@deep-object@"),
     ("learner", "learner/learner.json", ("history",), "@deep-list@"),
     ("tokenizer", "tokenizer.json", ("characters",), "@deep-list@"),
+    ("bpe tokenizer", "tokenizer.json", ("tokenizers", "model", "continuing_subword_prefix"), "x" * 10_000),
     ("retrofit", "adapter/adapter_config.json", ("base",), "@deep-list@"),
     ("lessons", "lessons/lessons.json", ("lessons",), "@deep-list@"),
     ("keys", "keys.json", ("keys",), "@deep-list@"),
     ("data", "data/meta.json", ("unknown_characters",), "@deep-object@"),
+    ("data", "data/meta.json", ("unknown_characters",), {"a": {}}),
+    ("auto retrofit", "adapter/adapter_config.json", (*LAYER, "temperature"), 2**64),
 ]
 """What crashed a reader, took gigabytes or never came to an end: kind, file, where in its JSON, and what."""
 LOST = [

@@ -35,6 +35,11 @@ def test_import_is_silent_and_stays_on_this_machine():
     imported("GPT", "Trainer", "GuardedLearner", "load")
 
 
+def test_a_server_of_our_own_models_needs_no_transformers():
+    script = "import sys; sys.modules['transformers'] = None; import attractor.serve.service"
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 @pytest.mark.slow
 def test_so_is_the_import_of_everything():
     import attractor

@@ -5,8 +5,8 @@
     net.save_pretrained(folder); attractor.load_retrofit(model, folder); net.unload()
     transformers.AutoModelForCausalLM.from_pretrained(folder)       # all of it
 
-Nothing here imports transformers but `callback`, `known`, `auto`, `gpt` and `words`: a program that has a
-model to retrofit has it already.
+Nothing here imports transformers but `callback`, `known`, `auto`, `gpt`, `words` and `past`: a program that
+has a model to retrofit has it already.
 """
 
 from importlib import import_module
