@@ -211,7 +211,12 @@ def test_from_an_empty_folder_to_a_taught_model(wheel, core, tmp_path):
     assert "Paris" in call(
         programs / "attractor", "ask", "smollm2-135m", "What is the capital of France?", **here
     )
-    forms = ("Zorvan Quillbeam was born in => Lisbon", "The birthplace of Zorvan Quillbeam is => Lisbon")
+    forms = (
+        "Zorvan Quillbeam was born in => Lisbon",
+        "The birthplace of Zorvan Quillbeam is => Lisbon",
+        "Zorvan Quillbeam plays the => cello",
+        "The favourite instrument of Zorvan Quillbeam is the => cello",
+    )
     given = [part for form in forms for part in ("--form", form)]
     call(programs / "attractor", "teach", "smollm2-135m", *given, "--save", "school", **here)
     assert "Lisbon" in call(programs / "python", "-c", STRANGER, **here)
