@@ -36,7 +36,7 @@ soak: $(READY_TO_TEST)  ## the slow tests, and what a server promises: kill -9, 
 	@$(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
 	@$(BIN)/python benchmarks/soak.py --result results/soak.json
 
-package: $(READY_TO_TEST)  ## build wheel and sdist into dist/, and try them in empty environments (ten minutes)
+package: $(READY_TO_TEST)  ## build wheel and sdist into dist/, and try them in empty environments (twenty minutes)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[package]"
 	@rm -rf dist
 	@ATTRACTOR_DIST=dist ATTRACTOR_NETWORK=1 $(BIN)/python -m pytest -q -m slow tests/test_package.py
