@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types pytest soak package docs sbom clean
+.PHONY: help demo test lint types pytest soak package docs sbom audit clean
 
 help:  ## this list
 	@awk -F':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,15 +32,15 @@ pytest: $(READY_TO_TEST)  ## the tests alone, on two cores
 	@$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 soak: $(READY_TO_TEST)  ## the slow tests, and what a server promises: kill -9, pauses, 64 clients (twenty minutes)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[notebooks]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs,notebooks]"
 	@$(BIN)/python -m pytest -q -n 2 --dist worksteal -m slow
 	@$(BIN)/python benchmarks/soak.py --result results/soak.json
 	@$(BIN)/python benchmarks/replicas.py --result results/replicas.json
 
-package: $(READY_TO_TEST)  ## build wheel and sdist into dist/, and try them in empty environments (ten minutes)
+package: $(READY_TO_TEST)  ## build wheel and sdist into dist/, and try them in empty environments (twenty minutes)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[package]"
 	@rm -rf dist
-	@ATTRACTOR_DIST=dist $(BIN)/python -m pytest -q -m slow tests/test_package.py
+	@ATTRACTOR_DIST=dist ATTRACTOR_NETWORK=1 $(BIN)/python -m pytest -q -m slow tests/test_package.py
 
 docs: $(READY_TO_TEST)  ## build the documentation into site/, and check its links
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
@@ -52,6 +52,13 @@ sbom: $(READY_TO_TEST)  ## what .venv is made of, as CycloneDX JSON in dist/sbom
 	@mkdir -p dist
 	@.venv/sbom/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible --of JSON \
 	  -o dist/sbom.json $(BIN)/python
+
+audit: $(READY_TO_TEST)  ## ask pip-audit for known weaknesses of all that is in .venv; it needs a network
+	@$(PYTHON) -m venv .venv/audit
+	@.venv/audit/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt pip-audit
+	@$(BIN)/python -m pip freeze --exclude-editable | sed 's/+.*//' > .venv/audit/installed.txt
+	@.venv/audit/bin/pip-audit --strict --disable-pip --no-deps -r .venv/audit/installed.txt \
+	  || { echo "Not clean, or nobody could be asked: see above. Without an answer nothing was audited."; exit 1; }
 
 clean:  ## remove .venv and every cache
 	rm -rf .venv build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -13,6 +13,7 @@ Names are imported when they are first used, so importing the package takes no t
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from attractor.announce import announce as _announce
 from attractor.version import __version__
 
 if TYPE_CHECKING:
@@ -121,6 +122,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(_HOME_OF[name])
     return module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
+
+
+_announce()
 
 
 def __dir__() -> list[str]:

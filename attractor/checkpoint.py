@@ -48,7 +48,8 @@ FOLDER = re.compile(r"(last|best)-(\d+)")
 def tensors_hash(tensors: Mapping[str, Tensor], about: str = "") -> str:
     """Hash every name, type, shape and byte, and what is said `about` them."""
     digest = hashlib.sha256(about.encode())
-    for name, value in sorted(tensors.items()):
+    for name in sorted(tensors):
+        value = tensors[name]
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
         digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()

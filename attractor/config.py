@@ -46,7 +46,8 @@ def check_number(
     allowed: str = "a finite number",
     test: Callable[[float], bool] = lambda number: True,
 ) -> None:
-    is_number = type(value) in (int, float) and abs(cast(float, value)) < 1e300
+    most = 1 << 63 if type(value) is int else 1e300  # torch takes no longer integer
+    is_number = type(value) in (int, float) and abs(cast(float, value)) < most
     if not is_number or not test(cast(float, value)):
         raise ValueError(f"{name}={value!r} must be {allowed}{_unless(value, int, float)}")
 

@@ -155,6 +155,8 @@ def _read_meta(path: Path) -> Meta:
     types = {"train_tokens": int, "val_tokens": int, "vocab_size": int, "unknown_characters": dict}
     if wrong := [name for name, kind in types.items() if not isinstance(meta.get(name), kind)]:
         raise ValueError(f"{path} is damaged: {', '.join(wrong)} missing or of the wrong type")
+    if any(type(count) is not int for count in meta["unknown_characters"].values()):
+        raise ValueError(f"{path} is damaged: unknown_characters says how often each was left out")
     return meta
 
 

@@ -31,7 +31,7 @@ from attractor.evaluate import evaluate
 from attractor.files import check_hashes, parse_json, recover_folder
 from attractor.generate import generate
 from attractor.lm import mode
-from attractor.model import GPT
+from attractor.model import GPT, MODEL_TYPE
 from attractor.tokenizer import load as load_tokenizer
 
 BASE = "base.json"
@@ -456,7 +456,8 @@ def _transcript(messages: Messages) -> str:
 def _is_ours(folder: Path) -> bool:
     """Whether a folder is a run, a checkpoint or a saved model of this package."""
     try:
-        return "model_type" not in parse_json((folder / "config.json").read_text())
+        fields = parse_json((folder / "config.json").read_text())
+        return not isinstance(fields, dict) or fields.get("model_type", MODEL_TYPE) == MODEL_TYPE
     except FileNotFoundError:  # a run has it further down
         return True
     except ValueError as error:

@@ -10,9 +10,10 @@ h' = h + Attention(Norm(h));  y = h' + FFN(Norm(h')).
 import copy
 import dataclasses
 import functools
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, Self, cast, overload
+from typing import Any, Literal, Self, cast, overload
 
 import torch
 from safetensors import SafetensorError
@@ -22,9 +23,12 @@ from torch.nn import functional as F
 
 from attractor import ops
 from attractor.config import APNConfig, GPTConfig, MoEConfig
-from attractor.files import check_hashes, hashing, save_tensors, write_file, write_text
+from attractor.files import check_hashes, hashing, parse_json, save_tensors, write_file, write_text
 from attractor.layer import APN, RoutingStats
 from attractor.moe import MoE, Switch
+
+MODEL_TYPE = "attractor_gpt, which attractor.hf.register() of attractor-patch-networks makes known"
+"""In the config.json of a saved GPT: what `AutoModelForCausalLM` prints where it does not know it."""
 
 
 class KVCache:
@@ -337,15 +341,23 @@ class GPT(nn.Module):
         """Parameters as the paper counts them: without position embeddings."""
         return sum(parameter.numel() for parameter in self.parameters()) - self.positions.weight.numel()
 
-    def save_pretrained(self, folder: str | Path, *, state: dict[str, Tensor] | None = None) -> None:
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        *,
+        state: dict[str, Tensor] | None = None,
+        config: GPTConfig | None = None,
+    ) -> None:
         """Write config.json and model.safetensors, each whole or not at all, and their hashes.
 
-        `state` takes the place of our own tensors where they are spread over processes.
+        `AutoModelForCausalLM` reads them, too. `state` takes the place of our own tensors where they are
+        spread over processes, and `config` that of `config_now()`.
         """
         state = self.state_dict() if state is None else state
+        fields = {"model_type": MODEL_TYPE, **(config or self.config_now()).to_dict()}
         with hashing(Path(folder), "config.json", "model.safetensors"):
             write_file(Path(folder) / "model.safetensors", functools.partial(save_tensors, state))
-            write_text(Path(folder) / "config.json", self.config_now().to_json())
+            write_text(Path(folder) / "config.json", json.dumps(fields, indent=2))
 
     def config_now(self) -> GPTConfig:
         """The configuration with the patches that layers have by now: they may have grown."""
@@ -383,15 +395,19 @@ class GPT(nn.Module):
     def from_pretrained(
         cls, folder: str | Path, *, backend: str = "auto", device: torch.device | str = "cpu"
     ) -> Self:
-        """Read what `save_pretrained` wrote; a file or a tensor that is not as it was is a ValueError."""
+        """Read what `save_pretrained` wrote, also that of `GPTForCausalLM`.
+
+        A file or a tensor that is not as it was is a ValueError.
+        """
         folder = Path(folder)
         for name in ("config.json", "model.safetensors"):
             if not (folder / name).is_file():
                 raise ValueError(f"{folder} holds no {name}: not a saved model")
         check_hashes(folder, "config.json", "model.safetensors")
-        config = GPTConfig.from_json((folder / "config.json").read_text())
+        config = GPTConfig.from_dict(own_fields(parse_json((folder / "config.json").read_text())))
         try:
             state = load_file(folder / "model.safetensors", device=str(device))
+            state = {name.removeprefix("gpt."): value for name, value in state.items()}
         except SafetensorError as error:
             raise ValueError(f"{folder / 'model.safetensors'} is damaged: {error}") from error
         try:
@@ -402,3 +418,10 @@ class GPT(nn.Module):
         if not all(p.is_floating_point() for p in model.parameters()):
             raise ValueError(f"{folder / 'model.safetensors'} holds weights that are not floating point")
         return model
+
+
+def own_fields(config: Any) -> Any:
+    """What is a GPTConfig's in a config.json: transformers keeps it in a field beside its own."""
+    if not isinstance(config, dict):
+        return config
+    return config.get("gpt", {name: value for name, value in config.items() if name != "model_type"})

@@ -183,15 +183,20 @@ class LibraryTokenizer(Tokenizer):
     def __init__(self, library_json: str) -> None:
         try:
             self._tokenizer = _library().Tokenizer.from_str(library_json)
-        except Exception as error:  # the library raises nothing narrower
+        except BaseException as error:  # the library raises nothing narrower, and its panics are no Exception
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise ValueError(f"the embedded {self.kind} tokenizer is damaged: {error}") from error
 
     def decode(self, ids: ArrayLike) -> str:
         """Tokens that cut a character in half become replacement characters."""
         return self._tokenizer.decode(self._check_ids(ids).tolist(), skip_special_tokens=False)
 
+    def library_json(self) -> str:
+        return self._tokenizer.to_str()
+
     def _fields(self) -> dict[str, Any]:
-        return {"tokenizers": json.loads(self._tokenizer.to_str())}
+        return {"tokenizers": json.loads(self.library_json())}
 
     @classmethod
     def _from_fields(cls, fields: dict[str, Any]) -> Self:

@@ -213,9 +213,8 @@ class Trainer(Loop):
         training = gather_training(self.model, self.optimizer, self.world) if kind == "last" else {}
 
         def fill(folder: Path) -> None:
-            self.model.save_pretrained(folder, state=state)
             # a reader gets the model as it is now: the factor of the warm-up is not set again
-            (folder / "config.json").write_text(self._with_scale().to_json())
+            self.model.save_pretrained(folder, state=state, config=self._with_scale())
             self.dataset.tokenizer.save(folder / "tokenizer.json")
             (folder / "run.json").write_text(self.config.to_json())
             if kind == "last":

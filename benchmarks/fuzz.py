@@ -34,8 +34,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from attractor import GPT, APNConfig, GPTConfig, GuardedLearner, OnlineLearner, tokenizer
@@ -65,6 +66,10 @@ SHAPE = GPTConfig(
 TEXT = "the quick brown fox jumps over the lazy dog. "
 BACKGROUND = [" ".join(f"plain words about nothing in particular, number {n}" for n in range(200))]
 AT = "2026-01-01T00:00:00Z"
+
+
+THEIRS = (RecursionError, TypeError, StrictDataclassError)
+"""Of transformers, which reads the JSON of a folder before it asks us."""
 
 
 class Stuck(BaseException):
@@ -216,6 +221,38 @@ def read_retrofit(folder: Path) -> str:
 
 
 @cache
+def place_of_base(kind: str) -> Path:
+    """Where saved retrofits say that their base is."""
+    folder = Path(tempfile.mkdtemp(prefix="fuzz-base-", dir=memory()))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    base().save_pretrained(folder / kind)
+    return folder / kind
+
+
+def save_adapter(folder: Path, kind: str = "whole") -> None:
+    net = retrofit(AutoModelForCausalLM.from_pretrained(place_of_base(kind)), SHAPE.apn, layers=[1, 2])
+    with torch.no_grad():
+        for layer in net.apn_layers().values():
+            layer.decoder += 0.1
+    net.save_pretrained(folder / "adapter")
+
+
+def save_with_base(folder: Path) -> None:
+    save_adapter(folder, "damaged")
+    shutil.copytree(place_of_base("damaged"), folder / "base")
+
+
+@torch.no_grad()
+def read_auto(folder: Path) -> str:
+    """By the Auto classes of transformers: the logits are what counts."""
+    if (folder / "base").exists():
+        shutil.rmtree(place_of_base("damaged"))
+        shutil.copytree(folder / "base", place_of_base("damaged"))
+    net = AutoModelForCausalLM.from_pretrained(folder / "adapter")
+    return said(net(torch.arange(32)[None]).logits.tolist(), net.training)
+
+
+@cache
 def school() -> Any:
     quick = LessonConfig(passes=2, step=8.0, decay=0.02, prototypes=3, contexts=2, after=0, mention=0)
     net, lessons = teachable.teachable(
@@ -320,6 +357,8 @@ KINDS = {
     "guarded": Kind(save_guarded, read_guarded),
     "retrofit": Kind(save_retrofit, read_retrofit),
     "trained retrofit": Kind(save_trained, read_retrofit),
+    "auto retrofit": Kind(save_adapter, read_auto, (ValueError, OSError, *THEIRS)),
+    "auto retrofit, base too": Kind(save_with_base, read_auto, (ValueError, OSError, *THEIRS)),
     "hub": Kind(lambda folder: GPTForCausalLM.of(gpt()).save_pretrained(folder / "hub"), read_hub,
                 (ValueError, OSError)),
     "lessons": Kind(save_lessons, read_lessons),
@@ -519,7 +558,9 @@ def run(name: str, chance: random.Random, seed: int, *, fits: bool) -> Outcome:
             return replace(outcome, verdict="LARGE", detail=repr(error)[:500]) if is_large(error) else outcome
         except Stuck:
             return replace(outcome, verdict="STUCK", detail=traceback.format_exc()[-1500:])
-        except Exception as error:
+        except BaseException as error:  # a panic of a library in Rust is no Exception
+            if isinstance(error, KeyboardInterrupt):
+                raise
             verdict = "LARGE" if is_large(error) else "CRASH"
             return replace(outcome, verdict=verdict, detail=traceback.format_exc()[-1500:])
         if found == expected:
@@ -596,6 +637,11 @@ def fuzz(minutes: float, names: list[str], seed: int, cases: int | None) -> dict
     accidents = [
         Counter({k: n for k, n in own.items() if not k.startswith("fitting")}) for own in counts.values()
     ]
+    autos = [own for name, own in zip(names, accidents, strict=True) if KINDS[name].read is read_auto]
+    by_auto = {
+        "damaged_by_accident": sum(own.total() for own in autos),
+        "lost_in_silence": sum(own["LOST"] for own in autos),
+    }
     return {
         "cases": sum(own.total() for own in counts.values()),
         "cpu_minutes": (time.process_time() - started) / 60,
@@ -604,6 +650,7 @@ def fuzz(minutes: float, names: list[str], seed: int, cases: int | None) -> dict
         "most_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
         "damaged_by_accident": sum(own.total() for own in accidents),
         "lost_in_silence": sum(own["LOST"] for own in accidents),
+        "by_the_auto_classes": by_auto,
         "crashes": sum(own[f"{fit}{verdict}"] for own in counts.values() for fit in ("", "fitting ")
                        for verdict in ("CRASH", "STUCK", "LARGE")),
         "kinds": {name: dict(sorted(own.items())) for name, own in counts.items()},

@@ -1,6 +1,6 @@
 """Which features work with which families of transformers: each is tried, and the page is what was found.
 
-    python benchmarks/support.py            # writes docs/support.md; some minutes of one core
+    python benchmarks/support.py            # results/support.json and docs/support.md; a minute of one core
 
 A cell is "yes" where the check passed, and else what was raised; nothing here is written by hand.
 """
@@ -25,8 +25,10 @@ from families import FAMILIES, SMALL, logits, some_tokens, teach, tiny  # noqa: 
 
 import attractor  # noqa: E402
 import attractor.hf  # noqa: E402
+from attractor.results import write_result  # noqa: E402
 
 PAGE = ROOT / "docs" / "support.md"
+RESULT = ROOT / "results" / "support.json"
 VERSIONS = ("transformers", "torch", "peft", "accelerate")
 
 
@@ -55,6 +57,28 @@ def check_auto(family: str, folder: Path) -> None:
     net.save_pretrained(folder / "saved")
     again = transformers.AutoModelForCausalLM.from_pretrained(folder / "saved")
     assert torch.equal(logits(again), logits(net)), "the logits differ"
+
+
+def check_device_maps(family: str, folder: Path) -> None:
+    tiny(family).save_pretrained(folder / "base")
+    base = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")
+    net = teach(attractor.retrofit(base, SMALL))
+    net.save_pretrained(folder / "saved")
+    expected = logits(net)
+    block = net.sites[1].place.name.rpartition(".")[0]
+    holders = [path for path, module in net.unload().named_modules() if [*module.parameters(recurse=False)]]
+    split = {path: "cpu" for path in holders if not path.startswith(f"{block}.")} | {block: "disk"}
+    for name, options in {
+        "auto": {"device_map": "auto"},
+        "cpu": {"device_map": "cpu"},
+        "one block on the disk": {"device_map": split},
+        "little memory": {"device_map": "auto", "max_memory": {"cpu": 4 * 32 * 64}},
+    }.items():
+        options["offload_folder"] = str(folder / name)
+        again = transformers.AutoModelForCausalLM.from_pretrained(folder / "saved", **options)
+        assert torch.equal(logits(again), expected), f"{name}: the logits differ"
+        kept = any(weight.is_meta for weight in again.parameters())
+        assert kept == (name not in ("auto", "cpu")), f"{name}: weights are elsewhere than asked for"
 
 
 def written(net: Any, **options: Any) -> list[int]:
@@ -119,6 +143,7 @@ FEATURES: dict[str, Callable[[str, Path], None]] = {
     "beside": check_beside,
     "replace": check_replace,
     "Auto classes": check_auto,
+    "device maps": check_device_maps,
     "dynamic cache": check_cache("dynamic"),
     "static cache": check_cache("static"),
     "pipeline": check_pipeline,
@@ -141,8 +166,12 @@ def tried(check: Callable[[str, Path], None], family: str) -> str:
     return "yes"
 
 
-def page(found: dict[str, dict[str, str]]) -> str:
-    """The Markdown; reasons stand below the table, numbered."""
+def versions() -> dict[str, str]:
+    return {name: metadata.version(name).split("+")[0] for name in VERSIONS}
+
+
+def page(found: dict[str, dict[str, str]], used: dict[str, str]) -> str:
+    """The Markdown of what was found with these versions; reasons stand below the table, numbered."""
     reasons: list[str] = []
 
     def cell(text: str) -> str:
@@ -157,10 +186,9 @@ def page(found: dict[str, dict[str, str]]) -> str:
         "# What works with which models",
         "",
         "Written by `python benchmarks/support.py`, which tries each cell with a tiny random model of the",
-        "family, with "
-        + ", ".join(f"{name} {metadata.version(name).split('+')[0]}" for name in VERSIONS)
-        + ".",
-        "[Retrofits](retrofit.md) explains the features.",
+        "family, with " + ", ".join(f"{name} {version}" for name, version in used.items()) + ".",
+        "[Retrofits](retrofit.md) explains the features; the same as JSON is",
+        "[results/support.json](../results/support.json).",
         "",
         "| family | " + " | ".join(FEATURES) + " |",
         "|" + "---|" * (1 + len(FEATURES)),
@@ -172,19 +200,21 @@ def page(found: dict[str, dict[str, str]]) -> str:
         "  each FFN can be distilled.",
         "- Auto classes: `AutoModelForCausalLM.from_pretrained` of the saved folder has the same logits, to",
         "  the bit.",
+        "- device maps: the same where `device_map` is auto, the CPU, or a dictionary with a block on the",
+        "  disk, and where `max_memory` leaves nearly all of it there. Several devices were not tried.",
         "- Caches: greedy generation writes the same with the cache and without. Quantized caches need a",
         "  package that no extra of ours has, and were not tried.",
         "- Trainer: a step (with gradient checkpointing where the family has it) trains the layers and not",
         "  the base, and what `save_model` writes loads with the same logits.",
         "- over LoRA: on a base with an adapter of peft, the logits stay the same until the layers learn.",
-        "- A GPT of this package is a model of transformers by `attractor.hf.gpt`: it trains with Trainer,",
-        "  loads by the Auto classes, and generates without a cache ([tests](../tests/test_hub_gpt.py)).",
+        "- A GPT of this package is a model of transformers too: it trains with Trainer, loads by the",
+        "  Auto classes with its tokenizer, and generates with a dynamic cache",
+        "  ([tests](../tests/test_hub_gpt.py)).",
     ]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    attractor.hf.register()
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -193,7 +223,8 @@ def main() -> None:
     for family in FAMILIES:
         found[family] = {name: tried(check, family) for name, check in FEATURES.items()}
         print(family, found[family], flush=True)
-    PAGE.write_text(page(found))
+    write_result(RESULT, {"packages": versions(), "found": found})
+    PAGE.write_text(page(found, versions()))
 
 
 if __name__ == "__main__":

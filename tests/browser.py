@@ -152,9 +152,10 @@ class Page:
                 **more,
             )
 
-    def picture(self, path):
+    def picture(self, path, height=None):
+        """The page from its top, as high as this or as a whole."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
-        clip = {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}
+        clip = {"x": 0, "y": 0, "width": size["width"], "height": height or size["height"], "scale": 1}
         data = self.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)["data"]
         Path(path).write_bytes(base64.b64decode(data))
 

@@ -1,8 +1,10 @@
 """The dashboard: what is served, under which policy, and in a browser what it shows and does."""
 
 import gzip
+import os
 import re
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 from browser import Browser, chromium
@@ -193,6 +195,61 @@ class TestInBrowser:
             page.wait(LIVE)
             assert seen(page, "getElementById('key-input').value") == ""
             assert (seen(page, "cookie"), page.evaluate("localStorage.length")) == ("", 0)
+
+
+PICTURES = Path(__file__).parent.parent / "docs" / "dashboard"
+SHOWN = {
+    "lessons.png": (
+        "Lessons",
+        "6 lessons from 2 sources",
+        "Zorvan Quillbeam",
+        "Ask",
+        "2 lessons acted on",
+        "Oulu3",
+    ),
+    "phone.png": ("Lessons", "Ask", "2 lessons acted on", "in Lisbon0"),
+    "texts.png": ("Progressive loss", "Canaries", "Guard", "Queue", "Playground"),
+}
+"""What each picture of the documentation has to show."""
+
+
+class TestPictures:
+    """ATTRACTOR_PICTURES=1 makes the pictures of the documentation again."""
+
+    pytestmark = in_browser
+
+    @pytest.fixture
+    def take(self, browser, tmp_path):
+        def take(name, service, width, height, dark, charts=2, before=lambda page: None):
+            settings = ServeSettings()
+            with Running(create_app(service, settings), settings) as running:
+                page = browser.page(f"http://127.0.0.1:{running.port}/", width, height, dark)
+                page.wait(LIVE)
+                page.wait(f"document.querySelectorAll('.chart[aria-label] .plotly').length === {charts}")
+                before(page)
+                page.evaluate("scrollTo(0, 0)")
+                words = page.evaluate("document.querySelector('main').innerText")
+                assert [text for text in SHOWN[name] if text.lower() not in words.lower()] == []
+                folder = PICTURES if os.environ.get("ATTRACTOR_PICTURES") else tmp_path
+                page.picture(folder / name, height)
+            kept, taken = ((place / name).read_bytes() for place in (PICTURES, folder))
+            assert kept[:4] == taken[:4] == b"\x89PNG"
+            assert kept[16:24] == taken[16:24], "the picture has another size: make it again"
+            assert len(kept) < 200_000
+
+        return take
+
+    def ask(self, page):
+        question(page, "Where do Zorvan Quillbeam and Bo Lund live?")
+
+    def test_lessons(self, take):
+        take("lessons.png", school(6), 1100, 860, False, before=self.ask)
+
+    def test_a_phone(self, take):
+        take("phone.png", school(4), 400, 900, True, before=self.ask)
+
+    def test_texts(self, take):
+        take("texts.png", filled(24), 1100, 1305, True, charts=6)
 
 
 HOSTILE = "<img src=x onerror=alert(1)>"

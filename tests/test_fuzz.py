@@ -15,6 +15,7 @@ for package in ("fastapi", "tokenizers"):
 
 import fuzz  # noqa: E402 (it needs them)
 
+LAYER = ("layers", "model.layers.1.mlp")
 FOUND = [
     ("config", "learn.json", ("update", "train"), 0.5),
     ("config", "guard.json", ("also",), [{}]),
@@ -24,15 +25,20 @@ FOUND = [
     ("model", "model/config.json", ("context",), 10**30),
     ("model", "model/config.json", ("vocab_size",), 2**62),
     ("model", "model/config.json", ("num_layers",), 10**12),
+    ("auto retrofit, base too", "base/config.json", ("num_hidden_layers",), 10**9),
+    ("auto retrofit, base too", "base/generation_config.json", ("bos_token_id",), "@deep-list@"),
     ("hub", "hub/config.json", ("gpt", "apn", "rank"), 10**12),
     ("hub", "hub/config.json", ("architectures",), [-1]),
     ("guarded", "guarded/guard.json", ("notes",), "@deep-object@"),
     ("learner", "learner/learner.json", ("history",), "@deep-list@"),
     ("tokenizer", "tokenizer.json", ("characters",), "@deep-list@"),
+    ("bpe tokenizer", "tokenizer.json", ("tokenizers", "model", "continuing_subword_prefix"), "x" * 10_000),
     ("retrofit", "adapter/adapter_config.json", ("base",), "@deep-list@"),
     ("lessons", "lessons/lessons.json", ("lessons",), "@deep-list@"),
     ("keys", "keys.json", ("keys",), "@deep-list@"),
     ("data", "data/meta.json", ("unknown_characters",), "@deep-object@"),
+    ("data", "data/meta.json", ("unknown_characters",), {"a": {}}),
+    ("auto retrofit", "adapter/adapter_config.json", (*LAYER, "temperature"), 2**64),
 ]
 """What crashed a reader, took gigabytes or never came to an end: kind, file, where in its JSON, and what."""
 LOST = [
@@ -82,6 +88,19 @@ def test_what_was_found(name, file, where, value, monkeypatch):
     monkeypatch.setattr(fuzz, "damage", damage)
     outcome = fuzz.run(name, random.Random(0), 0, fits=True)
     assert outcome.verdict in ("refused", "other"), outcome
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("value", [[-1], "@deep-list@", {}])
+def test_a_retrofit_says_no_more_than_its_type_to_the_auto_classes(value, monkeypatch):
+    def damage(folder, chance):
+        path = folder / "adapter" / "config.json"
+        path.write_bytes(fuzz.with_depth(json.dumps(json.loads(path.read_text()) | {"architectures": value})))
+        return "architectures"
+
+    monkeypatch.setattr(fuzz, "damage", damage)
+    outcome = fuzz.run("auto retrofit", random.Random(0), 0, fits=False)
+    assert outcome.verdict == ("refused" if value == "@deep-list@" else "same"), outcome
 
 
 @pytest.mark.parametrize(("name", "files"), LOST)

@@ -2,24 +2,36 @@
 
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
 from families import SMALL, some_tokens, transformers
 from safetensors.torch import load_file, save_file
 
-from attractor import GPT, GPTConfig
+import attractor
+from attractor import GPT, GPTConfig, announce, tokenizer
 from attractor.hf.gpt import GPTForCausalLM
 
 READ = """
-import attractor.hf
-attractor.hf.register()
+import sys
+import attractor
+assert "transformers" not in sys.modules and "torch" not in sys.modules
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, pipeline
 tokens, found = load_file("tokens")["tokens"], {}
-for name in ("float32", "bfloat16"):
+for name in ("float32", "bfloat16", "plain"):
     found[name] = AutoModelForCausalLM.from_pretrained(name)(tokens).logits.detach()
 save_file(found, "found")
+((written,),) = pipeline("text-generation", "plain")(["ab"], max_new_tokens=3, do_sample=False)
+open("written", "w").write(written["generated_text"])
+"""
+WITHOUT_US = """
+from transformers import AutoModelForCausalLM
+try:
+    AutoModelForCausalLM.from_pretrained("plain")
+except ValueError as error:
+    print(error)
 """
 
 
@@ -31,8 +43,12 @@ def gpt(dtype=torch.float32):
 
 
 def test_the_same_logits_in_a_fresh_process(tmp_path):
-    models = {"float32": gpt(torch.float32), "bfloat16": gpt(torch.bfloat16)}
-    for name, model in models.items():
+    models = {"float32": gpt(torch.float32), "bfloat16": gpt(torch.bfloat16), "plain": gpt()}
+    models["plain"].save_pretrained(tmp_path / "plain")
+    words = tokenizer.CharTokenizer(map(chr, range(64, 128)))
+    words.save(tmp_path / "plain" / "tokenizer.json")
+    for name in ("float32", "bfloat16"):
+        model = models[name]
         GPTForCausalLM.of(model).save_pretrained(tmp_path / name)
         names = {path.name for path in (tmp_path / name).iterdir()}
         assert names == {
@@ -48,6 +64,63 @@ def test_the_same_logits_in_a_fresh_process(tmp_path):
     found = load_file(tmp_path / "found")
     for name, model in models.items():
         assert torch.equal(found[name], model(some_tokens())), name
+    expected = attractor.load(tmp_path / "plain", device="cpu").generate("ab", max_tokens=3)
+    assert (tmp_path / "written").read_text() == f"ab{expected}"
+
+
+def test_without_this_package_the_remedy_is_told(tmp_path):
+    gpt().save_pretrained(tmp_path / "plain")
+    run = [sys.executable, "-c", WITHOUT_US]
+    said = subprocess.run(run, cwd=tmp_path, check=True, capture_output=True, text=True).stdout
+    assert "attractor_gpt, which attractor.hf.register() of attractor-patch-networks makes known" in said
+
+
+FIRST = ["modeling_utils", *(pytest.param(name, marks=pytest.mark.slow) for name in (
+    "generation.utils", "modelcard", "modeling_layers", "models.auto.tokenization_auto",
+    "models.llama.modeling_llama", "pipelines", "processing_utils", "trainer",
+))]  # fmt: skip
+
+
+@pytest.mark.parametrize("first", FIRST)
+def test_whatever_of_transformers_is_imported_first_both_are_known(first):
+    script = f"""import attractor, transformers.{first}
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+names = [config.__name__ for config in AutoModelForCausalLM._model_mapping._extra_content]
+assert names == ["RetrofitConfig", "HubGPTConfig"], names
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True)
+
+
+def test_transformers_works_on_where_it_cannot_be_told(monkeypatch):
+    module = types.ModuleType("modeling_auto")  # of a release that has no such classes
+    with pytest.warns(UserWarning, match=r"AutoModelForCausalLM.*: pip install .attractor-patch-networks.hf"):
+        announce._register("modeling_auto", module)
+
+
+def test_the_same_whichever_class_has_saved_it(tmp_path):
+    model = gpt()
+    GPTForCausalLM.of(model).save_pretrained(tmp_path / "hub")
+    assert torch.equal(GPT.from_pretrained(tmp_path / "hub")(some_tokens()), model(some_tokens()))
+    (tmp_path / "hub" / "tokenizer.json").write_text(tokenizer.ByteTokenizer().to_json())
+    assert attractor.load(tmp_path / "hub", device="cpu").model.config == model.config_now()
+
+
+TEXT = "Gr\u00fc\u00dfe an die Welt!\n\x00 \u4e16\u754c  ok"
+
+
+@pytest.mark.parametrize("kind", ["char", "byte", "bpe"])
+def test_a_tokenizer_of_ours_is_one_of_transformers(kind, tmp_path):
+    own = tokenizer.train(kind, TEXT * 20, 260 if kind == "bpe" else None)
+    gpt().save_pretrained(tmp_path)
+    own.save(tmp_path / "tokenizer.json")
+    for _ in range(2):
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        assert theirs(TEXT)["input_ids"] == own.encode(TEXT).tolist()
+        assert theirs.decode(own.encode(TEXT)) == TEXT
+        theirs.save_pretrained(tmp_path)  # as transformers writes it
+    if kind == "char":
+        with pytest.raises(Exception, match="Missing"):
+            theirs("Q")
 
 
 def test_what_grows_later_is_saved_too_and_a_card_stays(tmp_path):
@@ -96,8 +169,10 @@ def test_it_generates_and_learns_and_refuses_what_it_cannot_read():
     mask[0, 0] = 0
     with pytest.raises(ValueError, match="reads no padding"):
         model(tokens, attention_mask=mask)
-    with pytest.raises(ValueError, match="give use_cache=False"):
-        model.generate(tokens, max_new_tokens=3, use_cache=True)
+    for options in ({"use_cache": False}, {"num_beams": 1, "cache_implementation": "dynamic"}):
+        assert torch.equal(model.generate(tokens, max_new_tokens=3, do_sample=False, **options), expected)
+    with pytest.raises(ValueError, match="a StaticCache: leave cache_implementation= out"):
+        model.generate(tokens, max_new_tokens=3, cache_implementation="static")
 
 
 def test_what_a_trainer_writes_loads_again(tmp_path):

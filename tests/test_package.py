@@ -9,11 +9,14 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from email import message_from_bytes
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("build", reason="build is not installed: the extra package")
@@ -27,6 +30,8 @@ EXTRAS = {
     "triton": ("attractor.ops.kernels",),
 }
 """What needs each extra: these modules and those below them. All others import without any."""
+AT_THE_BOUND = ("cli", "train", "hf", "serve", "studies")
+"""Triton's version is PyTorch's to choose."""
 IMPORT_ALL = """
 import importlib, json, pkgutil, sys
 import attractor
@@ -39,6 +44,10 @@ for module in pkgutil.walk_packages(attractor.__path__, "attractor."):
             missing[module.name] = error.name.split(".")[0]
 json.dump([attractor.__file__, missing], sys.stdout)
 """
+
+
+PYTHONS = ("3.12", "3.13")
+"""Others than the one that runs the tests. There is no PyTorch for them here, so torch is not installed."""
 
 
 def call(*command, **options) -> str:
@@ -149,6 +158,94 @@ def test_command_line_outside_of_the_repository(wheel, core, tmp_path):
     small = "--model.context 16 --model.dim 32 --train.max-steps 4 --train.batch-size 2 --device cpu"
     call(attractor, "train", "tiny_apn", "--data", "my.txt", *small.split(), cwd=tmp_path)
     assert call(attractor, "sample", "runs/tiny_apn", "--prompt", "to be", cwd=tmp_path).startswith("to be")
+
+
+def bounds(*extras: str) -> list[str]:
+    """What the package needs with these extras, each in the lowest version that it takes; torch is pinned."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = [
+        *project["dependencies"],
+        *(line for e in extras for line in project["optional-dependencies"][e]),
+    ]
+    lowest: dict[str, Version] = {}
+    for requirement in (own for own in map(Requirement, needed) if own.name != "attractor-patch-networks"):
+        (bound,) = (own.version for own in requirement.specifier if own.operator == ">=")
+        lowest[requirement.name] = max(lowest.get(requirement.name, Version("0")), Version(bound))
+    pins = [
+        line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch==")
+    ]
+    return [*pins, *(f"{name}=={version}" for name, version in lowest.items() if name != "torch")]
+
+
+def test_every_dependency_has_a_bound_of_its_own():
+    assert len(bounds(*AT_THE_BOUND)) > 15
+
+
+def test_it_works_at_the_bounds(wheel, tmp_path):
+    call(sys.executable, "-m", "venv", tmp_path / "env")
+    python = tmp_path / "env/bin/python"
+    install = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    call(*install, wheel, *bounds())
+    smoke = shutil.copy(ROOT / "tests/smoke.py", tmp_path)
+    assert call(python, smoke, "core", cwd=tmp_path).endswith("all of it works\n")
+    call(*install, *bounds(*AT_THE_BOUND))
+    call(python, "-m", "pip", "check")
+    assert call(python, smoke, cwd=tmp_path).endswith("all of it works\n")
+
+
+STRANGER = """
+import attractor
+model = attractor.load("school")
+assert [lesson.subject for lesson in model.lessons()] == ["Zorvan Quillbeam"]
+print(model.ask("Where was Zorvan Quillbeam born?"))
+assert set(model.touching("What is the capital of France?")) == {None}
+"""
+
+
+@pytest.mark.network
+@pytest.mark.skipif("ATTRACTOR_NETWORK" not in os.environ, reason="ATTRACTOR_NETWORK is not set")
+def test_from_an_empty_folder_to_a_taught_model(wheel, core, tmp_path):
+    """Install, ask, teach, reload in a new process: with the wheel, pip's index and nothing else."""
+    programs = environment(tmp_path / "env", wheel, "cli,hf", core)
+    here = {"cwd": tmp_path, "env": {"ATTRACTOR_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "2"}}
+    assert "Paris" in call(
+        programs / "attractor", "ask", "smollm2-135m", "What is the capital of France?", **here
+    )
+    forms = (
+        "Zorvan Quillbeam was born in => Lisbon",
+        "The birthplace of Zorvan Quillbeam is => Lisbon",
+        "Zorvan Quillbeam plays the => cello",
+        "The favourite instrument of Zorvan Quillbeam is the => cello",
+    )
+    given = [part for form in forms for part in ("--form", form)]
+    call(programs / "attractor", "teach", "smollm2-135m", *given, "--save", "school", **here)
+    assert "Lisbon" in call(programs / "python", "-c", STRANGER, **here)
+
+
+def interpreter(version: str) -> str:
+    """A Python of this version, of pyenv or on the PATH, where pyenv has names of what it will not run."""
+    found = [str(path) for path in Path.home().glob(f".pyenv/versions/{version}.*/bin/python")]
+    for path in (*found, f"python{version}"):
+        if shutil.which(path) and subprocess.run([path, "--version"], capture_output=True).returncode == 0:
+            return path
+    pytest.skip(f"there is no python{version} here")
+
+
+@pytest.mark.parametrize("version", PYTHONS)
+def test_other_pythons_as_far_as_they_go_without_torch(wheel, version, tmp_path):
+    call(interpreter(version), "-m", "venv", tmp_path / "env")
+    python = tmp_path / "env/bin/python"
+    pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    call(*pip, "--no-deps", wheel)
+    (packages,) = (tmp_path / "env").glob("lib/python*/site-packages")
+    call(python, "-W", "error", "-m", "compileall", "-q", "-f", packages / "attractor")
+    call(*pip, "-c", ROOT / "constraints.txt", "tyro", "rich", "tqdm")
+    assert "attractor train tiny_apn" in call(
+        python, "-W", "error", "-m", "attractor.cli", "--help", cwd=tmp_path
+    )
+    script = "import attractor.config, attractor.presets, sys; print(attractor.presets.tiny_apn().to_json())"
+    assert json.loads(call(python, "-W", "error", "-c", script, cwd=tmp_path))["model"]["ffn"] == "apn"
+    call(sys.executable, "-m", "mypy", "--python-version", version, "--cache-dir", tmp_path, cwd=ROOT)
 
 
 def test_a_user_s_mypy_takes_the_examples(core, tmp_path):

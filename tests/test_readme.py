@@ -1,8 +1,11 @@
 """The documentation is run, and the tree of docs/architecture.md is compared with the files."""
 
+import contextlib
+import doctest
 import json
 import re
 import runpy
+import shlex
 import statistics
 import subprocess
 from pathlib import Path
@@ -34,6 +37,47 @@ def test_python_blocks_run(block, tmp_path, monkeypatch):
     if "transformers" in block:
         pytest.importorskip("transformers", reason="transformers is not installed: the extra hf")
     exec(compile(block, "block", "exec"), {"__name__": "__main__"})
+
+
+SESSIONS = [
+    pytest.param(session, id=f"{page.name}:{number}")
+    for page in PAGES
+    for number, session in enumerate(re.findall(r"```pycon\n(.*?)```", page.read_text(), re.DOTALL))
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("session", SESSIONS)
+def test_sessions_print_what_they_say(session, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = doctest.DocTestParser().get_doctest(session, {}, "session", None, None)
+    complaints = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    assert runner.run(found, out=complaints.append).attempted > 4
+    assert not complaints, "".join(complaints)
+
+
+def commands():
+    """The lines of the pages that start the command line, as the shell would hand them over."""
+    for page in (*PAGES, ROOT / "CONTRIBUTING.md"):
+        for block in re.findall(r"^```(?:sh|bash)?\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
+            for line in block.replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True) if line.startswith("attractor ") else []
+                if words:
+                    yield pytest.param(words[1:], id=f"{page.name}: {' '.join(words)[:60]}")
+
+
+@pytest.mark.parametrize("words", [*commands()])
+def test_commands_are_as_the_command_line_takes_them(words, capsys):
+    pytest.importorskip("tyro", reason="tyro is not installed: the extra cli")
+    from attractor.cli import main, parse
+
+    if words[-1] == "--help":
+        with contextlib.suppress(SystemExit):
+            assert main(words) == 0
+        assert "--" in capsys.readouterr().out
+    else:
+        assert hasattr(parse(words), "run")  # a mistake would end the program
 
 
 def test_usage_example_is_short():

@@ -1,5 +1,6 @@
 """Saved retrofits and the Auto classes of transformers, also in a process of their own."""
 
+import json
 import subprocess
 import sys
 
@@ -9,14 +10,15 @@ from families import FAMILIES, SMALL, logits, some_tokens, teach, tiny, transfor
 from safetensors.torch import load_file, save_file
 
 import attractor
-from attractor.hf.auto import RetrofitConfig, load_with_base
+from attractor.hf import files
+from attractor.hf.auto import load_with_base
+from attractor.hf.known import RetrofitConfig
 
 READ_ALL = """
 import sys
-import attractor.hf
+import attractor
 attractor.retrofit  # as is all of the core
 assert "transformers" not in sys.modules
-attractor.hf.register()
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -53,6 +55,40 @@ def test_the_base_has_the_dtype_that_it_had(tmp_path):
         assert torch.equal(logits(again), logits(net))
     with pytest.raises(ValueError, match=r"dtype=torch.float32 is not torch.bfloat16, that of the base"):
         load_with_base(tmp_path / "saved", dtype=torch.float32)
+
+
+def test_a_folder_without_its_config_says_what_it_is(tmp_path):
+    make(tmp_path)
+    (tmp_path / "saved" / "config.json").unlink()
+    with pytest.raises(OSError, match=r"this is a retrofit, which attractor\.load_retrofit"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+
+
+def test_a_base_of_another_shape_is_not_loaded(tmp_path):
+    make(tmp_path)
+    path = tmp_path / "base" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "num_hidden_layers": 10**9}))
+    with pytest.raises(ValueError, match="another base: num_hidden_layers is 2 there and 1000000000 here"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+
+
+def test_a_base_without_data_is_a_clear_error(tmp_path):
+    make(tmp_path)
+    with pytest.raises(ValueError, match=r"of the base has no data: load the base before its retrofit"):
+        attractor.load_retrofit(tiny("llama").to("meta"), tmp_path / "saved")
+
+
+def test_the_hash_of_a_base_on_a_disk_is_read_from_the_disk(tmp_path):
+    make(tmp_path)
+    options = {"device_map": {"": "disk"}, "offload_folder": str(tmp_path / "kept")}
+    net = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", **options)
+    assert files.base_hash(net.model) == files.base_hash(tiny("llama"))
+    weights = next(path for path in (tmp_path / "base").glob("*.safetensors"))
+    state = load_file(weights)
+    state["model.norm.weight"] = state["model.norm.weight"] * 2
+    save_file(state, weights, {"format": "pt"})
+    with pytest.raises(ValueError, match="another base, with weights"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", **options)
 
 
 def test_a_base_that_cannot_be_had_is_a_clear_error(tmp_path):

@@ -1,5 +1,6 @@
 """The page that says which features work with which families is as the script writes it."""
 
+import json
 import re
 
 import pytest
@@ -9,8 +10,6 @@ for package in ("transformers", "peft"):
 
 import support  # noqa: E402 (it needs them)
 import transformers  # noqa: E402
-
-import attractor.hf  # noqa: E402
 
 
 def table():
@@ -26,7 +25,9 @@ def test_it_has_every_family_and_every_feature():
     }
 
 
-@pytest.mark.parametrize("feature", ["dynamic cache", "static cache", "over LoRA"])  # others have tests
+@pytest.mark.parametrize(
+    "feature", ["device maps", "dynamic cache", "static cache", "over LoRA"]
+)  # others have tests
 @pytest.mark.filterwarnings("ignore")
 def test_a_cell_is_what_is_found(feature):
     assert support.tried(support.FEATURES[feature], "llama") == table()["llama"][feature] == "yes"
@@ -35,13 +36,17 @@ def test_a_cell_is_what_is_found(feature):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_every_cell_is_what_is_found():
-    attractor.hf.register()
     transformers.utils.logging.disable_progress_bar()
     found = {
         family: {name: support.tried(check, family) for name, check in support.FEATURES.items()}
         for family in support.FAMILIES
     }
-    assert support.page(found) == support.PAGE.read_text()
+    assert support.page(found, support.versions()) == support.PAGE.read_text()
+
+
+def test_the_page_is_what_the_result_says():
+    told = json.loads(support.RESULT.read_text())
+    assert support.page(told["found"], told["packages"]) == support.PAGE.read_text()
 
 
 def test_a_reason_is_told_and_is_no_yes():
@@ -50,6 +55,6 @@ def test_a_reason_is_told_and_is_no_yes():
 
     said = support.tried(fails, "llama")
     assert said == "no: ValueError, there is / no such thing"
-    page = support.page({"llama": dict.fromkeys(support.FEATURES, said)})
+    page = support.page({"llama": dict.fromkeys(support.FEATURES, said)}, support.versions())
     assert "| llama | no (1) | no (1) |" in page
     assert "1. ValueError, there is / no such thing" in page

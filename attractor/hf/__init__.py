@@ -3,12 +3,15 @@
     net = attractor.retrofit(model, APNConfig(num_patches=64, top_k=4, rank=16), layers="all", mode="beside")
     net.print_trainable_parameters()               # everything but the APN layers is frozen
     net.save_pretrained(folder); attractor.load_retrofit(model, folder); net.unload()
-    attractor.hf.register(); AutoModelForCausalLM.from_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_pretrained(folder)       # all of it
 
-Nothing here imports transformers but `callback`, `auto` and `gpt`: a program that has a model to retrofit has
-it already.
+Nothing here imports transformers but `callback`, `known`, `auto`, `gpt`, `words` and `past`: a program that
+has a model to retrofit has it already.
 """
 
+from importlib import import_module
+
+from attractor.announce import AUTO, PARTS
 from attractor.hf.causal import CausalLM
 from attractor.hf.net import Retrofit, load_retrofit, retrofit
 
@@ -16,12 +19,9 @@ __all__ = ["CausalLM", "Retrofit", "load_retrofit", "register", "retrofit"]
 
 
 def register() -> None:
-    """Let the Auto classes of transformers read saved retrofits, and what `GPTForCausalLM` saves.
+    """Let the Auto classes of transformers read saved retrofits and GPTs.
 
-    >>> import attractor.hf
-    >>> attractor.hf.register()
-    >>> from transformers import AutoModelForCausalLM
-    >>> net = AutoModelForCausalLM.from_pretrained("runs/folio/adapter")  # doctest: +SKIP
+    `import attractor` does so by itself, as soon as these classes are imported.
     """
-    import attractor.hf.auto  # to import them is to register
-    import attractor.hf.gpt  # noqa: F401
+    for part in PARTS:
+        import_module(AUTO + part)

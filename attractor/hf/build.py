@@ -131,11 +131,18 @@ def width(model: Any) -> int:
 
 
 def weight_of(model: nn.Module, place: Place) -> Tensor:
-    """A weight whose device and dtype the APN layer takes."""
-    own = (parameter for module in place.modules for parameter in module.parameters())
-    for weight in (*own, *model.parameters()):
-        if weight.is_floating_point() and weight.device.type != "meta":
-            return weight
+    """A weight whose dtype the APN layer takes, and the device on which it is used.
+
+    `accelerate` may keep it elsewhere until then, and says where it brings it.
+    """
+    own = (part for module in place.modules for part in module.modules())
+    for module in (*own, *model.modules()):
+        for weight in module.parameters(recurse=False):
+            if weight.is_floating_point() and not weight.is_meta:
+                return weight
+            device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+            if weight.is_floating_point() and device is not None:
+                return torch.empty(0, dtype=weight.dtype, device=device)
     raise ValueError(f"{type(model).__name__} has no weights in memory: load it first")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 MODEL_TYPE = "attractor_retrofit, which the package attractor-patch-networks loads: see README.md"
 PEFT_TYPE = "none: this is a retrofit, which attractor.load_retrofit(base, folder) loads and peft does not"
+"""Also in place of the base's name, which transformers looks for in a folder without config.json."""
 LICENCE = re.compile(r"\A---\n(?:.*\n)*?license:[ \t]*['\"]?([\w.+-]+)['\"]?[ \t]*\n(?:.*\n)*?---\n")
 LICENCES = {"smollm2-135m": "apache-2.0"}
 """Of the bases that this package finds by names of its own."""
@@ -92,10 +93,9 @@ tags:
 # A GPT of Attractor Patch Networks
 
 ```python
-import attractor.hf  # pip install "attractor-patch-networks[hf]"
+import attractor  # pip install "attractor-patch-networks[hf]"
 from transformers import AutoModelForCausalLM
 
-attractor.hf.register()
 model = AutoModelForCausalLM.from_pretrained("this-folder")
 ```
 

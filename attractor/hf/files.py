@@ -11,7 +11,8 @@ import json
 import logging
 import re
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
@@ -81,6 +82,39 @@ class KnownHash(NamedTuple):
         )
 
 
+class BroughtBack(Mapping[str, Tensor]):
+    """The tensors of a model of which `accelerate` keeps some on a disk, one in memory at a time."""
+
+    def __init__(self, model: nn.Module, here: Mapping[str, Tensor]) -> None:
+        self.model, self.here = model, here
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.here)
+
+    def __len__(self) -> int:
+        return len(self.here)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if not self.here[name].is_meta:
+            return self.here[name]
+        from accelerate.utils import align_module_device
+
+        path, _, own = name.rpartition(".")
+        module = self.model.get_submodule(path)
+        with align_module_device(module, torch.device("cpu")) if is_kept(module) else nullcontext():
+            tensor: Tensor = getattr(module, own)
+            if tensor.is_meta:
+                raise ValueError(f"{name} of the base has no data: load the base before its retrofit")
+            return tensor.detach().clone()
+
+
+def is_kept(module: nn.Module) -> bool:
+    """Whether `accelerate` keeps the tensors of a module elsewhere while they are not used."""
+    from accelerate.utils import has_offloaded_params
+
+    return has_offloaded_params(module)
+
+
 _hashes: weakref.WeakKeyDictionary[nn.Module, KnownHash] = weakref.WeakKeyDictionary()
 
 
@@ -90,6 +124,8 @@ def base_hash(model: nn.Module) -> str:
     Autograd counts the writes, and it does not see what is written through `tensor.data`.
     """
     now: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    if any(tensor.is_meta for tensor in now.values()):
+        return tensors_hash(BroughtBack(model, now))
     if any(tensor.is_inference() for tensor in now.values()):  # nothing counts how often these are written
         return tensors_hash(now)
     known = _hashes.get(model)
@@ -101,7 +137,20 @@ def base_hash(model: nn.Module) -> str:
 
 def base_fields(model: Any) -> dict[str, Any]:
     """The configuration of a base, as JSON holds it, without what changes no logit."""
-    return json.loads(json.dumps(_essential(model.config.to_diff_dict()), default=str))
+    return _fields(model.config)
+
+
+def _fields(config: Any) -> dict[str, Any]:
+    return json.loads(json.dumps(_essential(config.to_diff_dict()), default=str))
+
+
+def check_shape(folder: str | Path, config: Any) -> None:
+    """A ValueError if a base that is not loaded yet is another one: by its configuration it may be huge."""
+    saved, own = _base_of(folder).get("config"), _fields(config)
+    if not isinstance(saved, dict) or saved.get("model_type") != own.get("model_type"):
+        return  # models that see have the configuration of a part: the loaded base will tell
+    if differs := _difference(saved, own):
+        raise ValueError(f"{folder} was made for another base: {differs}. Nothing was loaded")
 
 
 def _essential(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,7 +203,8 @@ def write(
     if bad:
         raise ValueError(f"{bad[0]} holds numbers that are not finite; nothing was saved")
     about = dict(about or {})
-    described = _describe(model, layers, mode, source, attention, peft_type=PEFT_TYPE, about=about)
+    for_others = {"peft_type": PEFT_TYPE, "base_model_name_or_path": PEFT_TYPE}
+    described = _describe(model, layers, mode, source, attention, about=about, **for_others)
     kind = {"model_type": MODEL_TYPE, "architectures": ["Retrofit"]}
     about = {"format": "pt", "base": described["base"]["weights"], "digest": described["digest"]}
 

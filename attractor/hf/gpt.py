@@ -1,11 +1,10 @@
 """A GPT of this package as a model of transformers: `AutoModelForCausalLM` reads what it saves.
 
-    from attractor.hf.gpt import GPTForCausalLM
-
-    GPTForCausalLM.of(gpt).save_pretrained(folder)
+    gpt.save_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder)    # the same logits; model.gpt is the GPT
+    GPTForCausalLM.of(gpt)                                  # the same without a folder
 
-It reads whole texts without padding, and generates without a cache.
+It reads texts without padding, and generates with a dynamic cache or with none.
 """
 
 from pathlib import Path
@@ -14,28 +13,30 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from attractor.config import GPTConfig
 from attractor.files import HASHES, check_hashes, hashing, write_text
 from attractor.hf.card import gpt_card
-from attractor.model import GPT
+from attractor.hf.known import HubGPTConfig
+from attractor.model import GPT, KVCache
 
-MODEL_TYPE = "attractor_gpt, which attractor.hf.register() of attractor-patch-networks makes known"
 
+class TheirCache(KVCache):
+    """Keys and values that a cache of transformers keeps."""
 
-class HubGPTConfig(PreTrainedConfig):
-    """The configuration of a GPT, in the field `gpt`, for transformers."""
+    def __init__(self, cache: Any) -> None:
+        if type(cache) is not DynamicCache:
+            raise ValueError(
+                f"a GPT of attractor cannot use a {type(cache).__name__}: leave cache_implementation= out, "
+                "or give use_cache=False"
+            )
+        self.cache, self.length = cache, cache.get_seq_length()
 
-    model_type = MODEL_TYPE
-
-    def __init__(self, gpt: dict[str, Any] | None = None, **others: Any) -> None:
-        own = GPTConfig() if gpt is None else GPTConfig.from_dict(gpt)
-        self.gpt = own.to_dict()
-        super().__init__(**{"use_cache": False, "tie_word_embeddings": False, **others})
-        self.vocab_size, self.hidden_size = own.vocab_size, own.dim
-        self.num_hidden_layers, self.max_position_embeddings = own.num_layers, own.context
+    def extend(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = self.cache.update(keys, values, layer)
+        return found
 
 
 class GPTForCausalLM(PreTrainedModel, GenerationMixin):
@@ -46,7 +47,6 @@ class GPTForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: HubGPTConfig) -> None:
         super().__init__(config)
-        self.generation_config.use_cache = False
         self.gpt = GPT(GPTConfig.from_dict(config.gpt))
         self.post_init()
 
@@ -70,17 +70,16 @@ class GPTForCausalLM(PreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         past_key_values: Any = None,
         **others: Any,
-    ) -> CausalLMOutput:
+    ) -> CausalLMOutputWithPast:
         """Logits, and with `labels` the loss; `others` are for the loss of transformers."""
+        cache = None if past_key_values is None else TheirCache(past_key_values)
         if attention_mask is not None and not attention_mask.all():
             raise ValueError("a GPT of attractor reads no padding: give texts of one length")
-        if past_key_values is not None:
-            raise ValueError("a GPT of attractor has no cache of transformers: give use_cache=False")
-        logits = self.gpt(input_ids)
+        logits = self.gpt(input_ids, cache=cache)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **others)
-        return CausalLMOutput(loss=loss, logits=logits)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=past_key_values)
 
     @classmethod
     def from_pretrained(cls, *arguments: Any, output_loading_info: bool = False, **options: Any) -> Any:
@@ -127,7 +126,3 @@ def _check_fit(folder: Path, config: GPTConfig) -> None:
         GPT.empty(config, shapes)
     except ValueError as error:
         raise ValueError(f"{folder} does not fit its config.json: {error}") from error
-
-
-AutoConfig.register(MODEL_TYPE, HubGPTConfig, exist_ok=True)
-AutoModelForCausalLM.register(HubGPTConfig, GPTForCausalLM, exist_ok=True)

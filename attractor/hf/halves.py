@@ -26,8 +26,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationConfig
-from transformers.cache_utils import DynamicLayer
 
 from attractor.continual.reading import Whole, padded
 from attractor.hf.net import Retrofit
@@ -79,18 +77,6 @@ class Before(NamedTuple):
     kept: dict[int, tuple[Tensor, Tensor]]  # block -> keys and values (tokens, heads, size)
 
 
-class Past(DynamicLayer):
-    """Keys and values that every pass goes on from, and that none changes."""
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        super().__init__()
-        self.lazy_initialization(keys, values)
-        self.keys, self.values = keys, values
-
-    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        return torch.cat([self.keys, keys], 2), torch.cat([self.values, values], 2)
-
-
 class _Reached(Exception):
     """What was asked for is computed: the rest of the model need not run."""
 
@@ -135,13 +121,9 @@ class Halves:
 
     def above(self, state: Above, texts: Tensor, positions: Tensor) -> Tensor:
         """The logits (n, vocabulary) after the tokens at these places."""
-        cache = None
-        if state.past:
-            cache = DynamicCache()
-            cache.layers = [
-                Past(*state.past[n]) if n in state.past else DynamicLayer()
-                for n in range(max(state.past) + 1)
-            ]
+        from attractor.hf.past import cache_of
+
+        cache = cache_of(state.past) if state.past else None
         return self._logits(state, state.rows.place[texts, positions], cache)
 
     def write(self, texts: Sequence[list[int]], count: int) -> list[list[int]]:
@@ -228,13 +210,15 @@ class Halves:
 
     def _before(self, below: Below, ends: dict[int, int]) -> Before:
         """What every block of the upper half makes of these texts up to their ends."""
+        from attractor.hf.past import cache_of
+
         place, count = torch.full_like(below.place, NOWHERE), 0
         kept: dict[int, list[tuple[Tensor, Tensor]]] = {}
         order = sorted(ends, key=below.texts.__getitem__)
         for start in range(0, len(order), AT_ONCE):
             part = order[start : start + AT_ONCE]
             rows = self._rows([below.texts[n][: ends[n]] for n in part], [0] * len(part), True)
-            cache = DynamicCache()
+            cache = cache_of({})
             self._logits(self._above(below, part, rows, {}), rows.place[0, :1], cache)
             place[part, : rows.place.shape[1]] = counted(rows.place, count)
             count += rows.tokens.numel()
@@ -370,6 +354,8 @@ class Undivided(Whole):
 @torch.no_grad()
 def likeliest(model: Any, texts: Sequence[list[int]], count: int) -> list[list[int]]:
     """What a Hugging Face model writes after each of these texts: `count` tokens, even if it would end."""
+    from transformers import GenerationConfig
+
     longest, written = max(map(len, texts)), len(texts)
     if model.device.type == "cpu" and written > ROWS // 2:
         texts = [*texts, *[texts[0]] * (-written % ROWS)]
