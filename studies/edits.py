@@ -12,9 +12,11 @@ edit is read again once the next one begins. After all of them, against the orig
   The prompts are beginnings of background windows, countries and their capitals, and people and companies
   that were never taught and share the last name of one that was.
 
-`--at-once 50` teaches 50 edits together, which saves time and is no longer one at a time. On one H200 basins
-should take about half a second an edit one at a time, and a minute for 1000 with `--at-once 50`; a method
-that fine-tunes takes 24 steps an edit, about a second. The ladder of rates is the study of facts'.
+`--at-once 50` teaches 50 edits together, which saves time and is no longer one at a time. Estimates for one
+H200, where nothing of this was timed: basins half a second to a second an edit one at a time, and a minute or
+two for 1000 with `--at-once 50`; methods that fine-tune about a second an edit, which is 24 steps. So with 15
+minutes: `--edits 300` with basins, full and memit, and `--edits 1000 --at-once 50` with basins; 10,000 one at
+a time take hours. Rates are those that the ladder of the study of facts chose.
 
 Where tyro is missing, `python -c "from studies import edits; edits.main()"` takes the same arguments.
 """
@@ -37,7 +39,7 @@ from studies.facts_world import GRAMMARS, KINDS, Item, Lesson, World
 PARAPHRASES = [(kind, number) for kind in ("sentence", "question") for number in (0, 1)]
 BEGINNING, WRITTEN = 24, 8
 """Tokens of a window that are read, and that are written after it, to see whether these are the same."""
-SMALL = {"edits": 8, "at_once": 2, "windows": 4, "prompts": 8}
+SMALL = {"edits": 8, "at_once": 2, "windows": 12, "prompts": 8}
 """What `--small` makes of these options: it runs, and its figures mean nothing."""
 
 

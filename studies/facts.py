@@ -133,7 +133,7 @@ def run(given: argparse.Namespace) -> None:
     before = study.original()
     started = time.perf_counter()
     told = given.method == "retrieval"
-    learner = method(given, study.model, study.encode, study.free, study.old, study.autocast)
+    learner = method(given, study.model, study.encode, study.free, study.old, study.autocast, compiled=True)
     prepared = time.perf_counter() - started
     history: list[dict[str, Any]] = []
     named = {name: value for name, value in vars(given).items() if name not in ("result", "texts", "verb")}

@@ -112,11 +112,13 @@ def method(
     old: Tensor,
     autocast: Any,
     frames: Sequence[str] = FRAMES,
+    *,
+    compiled: bool = False,
 ) -> Any:
     """The method that was given on the command line, on a copy of the model where it changes it.
 
     It may calibrate by the windows `free`, and replay the windows `old`; `frames` are what stands around
-    prompts while they are learned.
+    prompts while they are learned. Compiling the blocks pays where many steps read texts of one length.
     """
     name, rate = given.method, given.rate
     if given.keep != "nothing" and name not in ("full", "lora", "lora-chunks", "apn", "memory"):
@@ -139,7 +141,7 @@ def method(
     options: dict[str, Any] = {"rate": rate, "keep": given.keep, "strength": given.strength}
     if name == "memory":
         return Memory(model, reading, tuned, free, old, **options)
-    options["compiled"] = name != "apn"
+    options["compiled"] = compiled and name != "apn"
     if name == "full":
         return FineTune(model, reading, tuned, list(tuned.parameters()), old, **options)
     if name == "apn":

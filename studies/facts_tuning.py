@@ -56,7 +56,7 @@ class Inputs(NamedTuple):
 
 
 class Reservoir:
-    """DER++'s memory (arXiv 2004.07725): every token that was graded has the same chance to be in it."""
+    """DER++'s memory (arXiv 2004.07211): every token that was graded has the same chance to be in it."""
 
     def __init__(self, size: int, seed: int = 0) -> None:
         self.size, self.seen, self.draw = size, 0, random.Random(seed)

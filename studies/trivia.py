@@ -15,23 +15,21 @@ A lesson needs a subject, and a question names none: `studies.trivia_data.subjec
 says how many are of which kind and how many of each are answered. `--subjects end` takes the last words of
 every question instead.
 
-For 15 minutes of one H200 (16 cores), in this order; the seconds are estimates from the number of tokens
-read, before anything was run there:
+For 15 minutes of one H200 (16 cores), in this order. The seconds are estimates from the number of tokens
+that are read; nothing of this was timed there. One examination is about 25 of them, and starting 20:
 
-    run --small --method basins                               20  it runs
-    run --method basins                                      120  1000 lessons in chunks of 50
-    run --method basins --subjects end                       120
-    run --method full                                        120  with WiSE-FT: five more examinations
-    run --method full --keep kl                              150
-    run --method lora                                        110
-    run --method memit                                        90
-    run --method grace                                       120
-    run --method retrieval                                    30
-    sum                                                        1
+    run --small --method basins          30  it runs
+    run --method basins                 190  1000 lessons in chunks of 50
+    run --method full                   220  and three examinations more, for WiSE-FT
+    run --method memit                  130
+    run --method lora                   140
+    run --method basins --subjects end  190
+    sum                                   5
 
-What is left of an hour: `--keep replay`, `l2` and `der`, `alphaedit`, `lora-chunks`, `lora --rank 64 --also
-embedding norms`, seeds 1 and 2; before all of that the ladder of each rate, `--skip 1500 --questions 200`,
-which asks questions that no other cell is measured by.
+With an hour: grace (300: each form in each frame is an edit), retrieval, alphaedit, lora-chunks, full with
+`--keep` kl, replay, l2 and der, `lora --rank 64 --also embedding norms`, and seeds 1 and 2. Before all of
+that, for methods that no ladder has chosen a rate for (`studies.facts_methods.RATES`), three or four rates
+each with `--skip 1500 --questions 200 --asked 50 --windows 16`: questions that no other cell is measured by.
 
 Where tyro is missing, `python -c "from studies import trivia; trivia.main()"` takes the same arguments.
 """
@@ -52,9 +50,9 @@ from studies.facts_methods import Basins, Retrieval, method
 from studies.facts_tuning import FineTune
 from studies.trivia_data import KINDS, Question, contains, f1, marks
 
-SHARES = (0.1, 0.3, 0.5, 0.7, 0.9)
+SHARES = (0.25, 0.5, 0.75)
 """So much of what full fine-tuning learned is examined besides all of it: WiSE-FT."""
-SMALL = {"questions": 8, "chunk": 4, "asked": 8, "windows": 4}
+SMALL = {"questions": 8, "chunk": 4, "asked": 8, "windows": 12}
 """What `--small` makes of these options: minutes on two cores, and figures that mean nothing."""
 Exam = dict[str, Any]
 
@@ -248,8 +246,8 @@ def run(given: argparse.Namespace) -> None:
     print(f"{time.perf_counter() - begun:.0f} s in all")
 
 
-def touched(study: Trivia, learner: Basins) -> dict[str, float]:
-    """The share of prompts of exams that a lesson acts on; the others are predicted as by the base, to the
+def touched(study: Trivia, learner: Basins, most: int = 200) -> dict[str, float]:
+    """Of so many prompts of each exam the share that a lesson acts on; after others it is the base, to the
     bit."""
     own = {
         "nq": [row["prompt"].rpartition("\n\n")[2] for row in study.nq],
@@ -257,7 +255,8 @@ def touched(study: Trivia, learner: Basins) -> dict[str, float]:
         "hellaswag": [row["prompt"] for row in study.hellaswag],
     }
     return {
-        name: sum(any(n is not None for n in learner.lessons.touching(text)) for text in texts) / len(texts)
+        name: sum(any(n is not None for n in learner.lessons.touching(text)) for text in texts[:most])
+        / len(texts[:most])
         for name, texts in own.items()
     }
 

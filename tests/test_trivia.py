@@ -86,6 +86,11 @@ def test_what_is_prepared_says_where_it_is_from_and_is_the_same_again(data):
     shouted = asked["In which city does the Palace of Versailles stand?"]
     assert shouted.answer == "Versailles Town"
     assert "REMBRANDT" in asked["Who painted the 'Night Watch'?"].aliases
+    many = trivia_data.taught(
+        [{"question": "Who?", "answer": {"value": "Somebody", "aliases": [f"N{n}" for n in range(99)]}}]
+    )
+    assert many[0]["aliases"][0] == "Somebody"
+    assert len(many[0]["aliases"]) == trivia_data.ALIASES
 
 
 def test_without_pyarrow_and_without_data_it_is_said_what_to_do(tmp_path, monkeypatch):
