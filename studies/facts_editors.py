@@ -28,11 +28,11 @@ counts."""
 LONGEST = 4.0
 """A target value is at most so many times as long as what it is added to."""
 STEP = 0.2
-"""The rate of Adam for values and target values, as a share of the typical size of a number there."""
+"""The rate of Adam for target values, as a share of the typical size of a number there."""
+STEP_OF_VALUES = 1.0
+"""The same for the codebook's values, at first; it falls by a cosine."""
 SAME = 0.02
 """Two keys at less than this share of epsilon are the same one."""
-SILENT = 0.02
-"""AlphaEdit takes directions for silent whose share of the keys' mean square is below this times the mean."""
 
 
 class Editor:
@@ -114,7 +114,7 @@ class Grace(Editor):
             for batch in sample_batches(tuned, free)[:1]:
                 tuned(batch, use_cache=False)
         self.epsilon = epsilon * self.given.norm(dim=-1).median().item()
-        self.step = STEP * self.made.square().mean().sqrt().item()
+        self.step = STEP_OF_VALUES * self.made.norm(dim=-1).median().item() / math.sqrt(width)
 
     def _see(self, module: nn.Module, given: tuple[Tensor, ...]) -> None:
         self.given = given[0].detach().float()
@@ -196,6 +196,8 @@ class Grace(Editor):
         optimizer = torch.optim.Adam([values], lr=self.step)
         passes = 0
         while passes < self.config.passes:
+            pace = 0.1 + 0.45 * (1 + math.cos(math.pi * passes / self.config.passes))
+            optimizer.param_groups[0]["lr"] = self.step * pace
             passes += 1
             optimizer.zero_grad()
             worst = 0.0
@@ -224,11 +226,12 @@ class ClosedForm(Editor):
     by the number of blocks to go, and C the mean of k k^T over background text, the matrix changes by
 
     - "memit": R K^T (weight C + K K^T)^-1;
-    - "alphaedit": R K^T P (K' K'^T P + K K^T P + weight I)^-1, where P projects onto the directions that
-      background keys hardly have, and K' are the keys of earlier chunks.
+    - "alphaedit": R K^T P (K' K'^T P + K K^T P + c I)^-1, where P projects onto the directions that
+      background keys hardly have, K' are the keys of earlier chunks, and c is the mean eigenvalue of C.
 
-    `weight` is a share of the width of the keys for "memit" (10 is what its authors took for GPT-J, about),
-    and of the mean eigenvalue of C for "alphaedit".
+    For "memit" the weight is given as a multiple of the width of the keys (its authors took about 1 for
+    GPT-J). For "alphaedit" it is the share of the background keys' mean square that P may hold: its authors
+    take what is below a threshold, which in a small model is nothing.
     """
 
     def __init__(
@@ -247,8 +250,8 @@ class ClosedForm(Editor):
         self.silent, self.ridge = [], []
         for own in self.covariance:
             mean = own.trace().item() / len(own)
-            self.silent.append(silent_directions(own, SILENT * mean))
-            self.ridge.append(weight * (mean if kind == "alphaedit" else len(own)))
+            self.silent.append(silent_directions(own, weight) if kind == "alphaedit" else own)
+            self.ridge.append(mean if kind == "alphaedit" else weight * len(own))
         self.past = [torch.zeros_like(own) for own in self.covariance]
 
     def learn(
@@ -405,10 +408,10 @@ def covariances(model: Any, matrices: Sequence[nn.Linear], free: Tensor) -> list
     return [total / free.numel() for total in sums]
 
 
-def silent_directions(covariance: Tensor, most: float) -> Tensor:
-    """The projection onto the eigenvectors whose eigenvalues are below `most`."""
+def silent_directions(covariance: Tensor, share: float) -> Tensor:
+    """The projection onto the eigenvectors of the least eigenvalues that hold this share of their sum."""
     values, vectors = torch.linalg.eigh(covariance)
-    chosen = vectors[:, values < most]
+    chosen = vectors[:, values.cumsum(0) <= share * values.sum()]
     return chosen @ chosen.T
 
 

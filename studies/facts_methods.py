@@ -32,13 +32,14 @@ RATES = {
     "memory": 0.1,
     "basins": 2.7,
     "lora-chunks": 1e-3,
-    "grace": 0.3,
+    "grace": 0.1,
     "memit": 0.1,
-    "alphaedit": 1.0,
+    "alphaedit": 0.1,
 }
 """The rate of each method. Those of the first five scored best on another grammar
 (results/facts-rates-h200.json); the others wait for the same ladder. For basins it is the length of a step,
-for "grace" its epsilon, for "memit" and "alphaedit" the weight of what must stay."""
+for "grace" its epsilon, for "memit" the weight of background keys, for "alphaedit" how much of them it may
+touch."""
 ALSO = ("embedding", "norms")
 """What LoRA may change besides linear maps."""
 GRACE_AT = 0.75

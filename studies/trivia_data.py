@@ -120,8 +120,8 @@ def taught(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         fits = len(question) <= LONGEST[0] and 0 < len(value) <= LONGEST[1]
         is_given_away = contains(question, [value])
         if is_whole and fits and not is_given_away and re.fullmatch(r"[\w .,&'-]+", value):
-            others = sorted({*names} - {value}, key=lambda name: (len(name), name))
-            aliases = [value, *others[: ALIASES - 1]]
+            by_length = sorted({*names} - {value}, key=lambda name: (len(name), name))
+            aliases = [value, *by_length[: ALIASES - 1]]
             found.setdefault(
                 normalised(question), {"question": question, "answer": value, "aliases": aliases}
             )
