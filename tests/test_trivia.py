@@ -198,7 +198,7 @@ def arguments(**options):
     ]
 
 
-@pytest.mark.parametrize("method", ["basins", "full", "grace", "retrieval"])
+@pytest.mark.parametrize("method", ["basins", "full", "lora", "grace", "retrieval"])
 def test_a_model_is_taught_and_examined(method, data, small, tmp_path, monkeypatch):
     monkeypatch.setattr(trivia, "SMALL", {"questions": 4, "chunk": 2, "asked": 3, "windows": 4})
     monkeypatch.setattr(trivia, "SHARES", (0.5,))
@@ -229,7 +229,7 @@ def test_too_few_questions_are_refused(data, small, tmp_path, monkeypatch):
         trivia.main(arguments(texts=small, data=data, device="cpu", result=tmp_path / "cell.json"))
 
 
-@pytest.mark.parametrize("method", ["basins", "grace", "retrieval"])
+@pytest.mark.parametrize("method", ["basins", "retrieval"])
 def test_edits_are_taught_one_at_a_time(method, small, tmp_path, monkeypatch):
     monkeypatch.setattr(edits, "KINDS", ["person", "town"])
     monkeypatch.setattr(facts_world, "KINDS", ["person", "town"])
