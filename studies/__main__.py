@@ -4,11 +4,12 @@
     python -m studies shifts --size smoke              minutes on two CPU cores: it runs, no conclusions
     python -m studies shifts --size full --jobs 6      one GPU; once stopped, the same command goes on
     python -m studies report runs/*/result.json        one page of charts and tables from any results
-    python -m studies facts --help                     the study of facts has its own options
+    python -m studies facts --help                     facts, trivia and edits have their own options
 
 `python -m studies NAME --help` shows what a study takes.
 """
 
+import importlib
 import logging
 import sys
 from collections.abc import Callable
@@ -37,7 +38,7 @@ class List:
 
     def run(self) -> None:
         about = {name: study.__doc__ for name, study in STUDIES.items()}
-        about["facts"] = "A pretrained model learns invented people, towns and companies, chunk by chunk."
+        about |= FACTS
         print("\n".join(f"{name:11s}  {sentence}" for name, sentence in about.items()))
 
 
@@ -323,6 +324,13 @@ STUDIES: dict[str, Any] = {
     "retrofit": Retrofit,
 }
 
+FACTS = {
+    "facts": "A pretrained model learns invented people, towns and companies, chunk by chunk.",
+    "trivia": "A pretrained model learns questions of TriviaQA, and sits other exams after all.",
+    "edits": "A pretrained model learns invented facts one at a time.",
+}
+"""Studies with options of their own, which need nothing but the package and transformers."""
+
 
 def _commands() -> Any:
     """The verbs as a type: tyro makes parser and help from it."""
@@ -337,10 +345,8 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     try:
-        if arguments[:1] == ["facts"]:
-            from studies import facts
-
-            facts.main(arguments[1:])
+        if arguments and arguments[0] in FACTS:
+            importlib.import_module(f"studies.{arguments[0]}").main(arguments[1:])
             return 0
         command = tyro.cli(_commands(), args=arguments, prog="python -m studies", description=__doc__)
         return command.run() or 0

@@ -11,86 +11,25 @@ the original model.
 """
 
 import argparse
-import hashlib
 import json
-import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
-from pathlib import Path
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from attractor.continual.guard import Guard
-from attractor.hf.pretrained import load_pretrained
-from attractor.hf.teachable import cut
 from attractor.results import write_result
-from studies.facts_methods import KEEPS, RATES, Basins, method
-from studies.facts_world import FORMS, Item, World
+from studies.facts_cells import add_options, add_verbs, complete, rates, sum_up
+from studies.facts_editors import Grace
+from studies.facts_ground import WINDOW, Call, Ground
+from studies.facts_methods import Basins, method
+from studies.facts_world import FORMS, GRAMMARS, Item, World
 
-WINDOW = 256
-GRAMMARS = ("facts", "facts_confirm", "facts_third")
-"""In the order in which they were written: the last is the one that no setting was chosen by."""
-BACKGROUNDS = ("wikitext2_test", "austen", "python_stdlib", "german_law")
-CHARACTERS = 1_200_000
-"""So much of each text is read. The windows that are measured come first, then those to calibrate by; replay
-and KL draw from all that are not measured. Few of them would be learned by heart."""
 TAIL = ". The weather was fine that day, and many people went to the market to buy fruit and bread."
 """What may follow a fact: text that the model should go on to predict as before."""
-
-Call = Callable[[Tensor], Tensor]
-
-
-class Reader:
-    """Grades a model: answers to prompts, what follows them, and background text."""
-
-    def __init__(self, encode: Callable[[str], Any], device: str, autocast: Callable[[], Any]) -> None:
-        self.encode, self.device, self.autocast = encode, device, autocast
-
-    @torch.no_grad()
-    def recall(self, call: Call, items: Sequence[Item]) -> float:
-        """The share of answers that greedy decoding gives."""
-        right = 0
-        for predicted, target in self._ends(call, items):
-            right += bool((predicted.argmax(-1) == target).all())
-        return right / len(items)
-
-    @torch.no_grad()
-    def loss(self, call: Call, items: Sequence[Item]) -> float:
-        """Nats per token of the ends of texts."""
-        parts = [F.cross_entropy(*end, reduction="none") for end in self._ends(call, items)]
-        return torch.cat(parts).mean().item()
-
-    def _ends(self, call: Call, items: Sequence[Item], rows: int = 200) -> Iterator[tuple[Tensor, Tensor]]:
-        """Logits and tokens of the second part of each item."""
-        for start in range(0, len(items), rows):
-            part = [
-                ([int(t) for t in self.encode(prompt)], [int(t) for t in self.encode(prompt + answer)])
-                for prompt, answer in items[start : start + rows]
-            ]
-            longest = max(len(whole) for _, whole in part)
-            padded = [whole + [0] * (longest - len(whole)) for _, whole in part]
-            tokens = torch.tensor(padded, device=self.device)
-            with self.autocast():
-                logits = call(tokens)
-            for row, (prompt, whole) in enumerate(part):
-                span = slice(len(prompt), len(whole))
-                yield logits[row, span.start - 1 : span.stop - 1].float(), tokens[row, span]
-
-    @torch.no_grad()
-    def background(self, call: Call, windows: Tensor, rows: int = 8) -> Iterator[tuple[float, Tensor]]:
-        """The loss of each window in nats, and its logits as they are, to compare bits."""
-        for part in windows.split(rows):
-            tokens = part.to(self.device)
-            with self.autocast():
-                logits = call(tokens)
-            targets = tokens[:, 1:].flatten()
-            loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), targets, reduction="none")
-            yield from zip(loss.view(len(part), -1).mean(1).tolist(), logits, strict=True)
 
 
 class GuardPath(nn.Module):
@@ -104,36 +43,12 @@ class GuardPath(nn.Module):
         return self.call(tokens)
 
 
-class Study:
-    """A model, a world and background text; `measure` says what a method made of them."""
+class Study(Ground):
+    """A model, background text and a world; `measure` says what a method made of them."""
 
     def __init__(self, given: argparse.Namespace) -> None:
-        self.given, self.device = given, given.device
-        if absent := [name for name in BACKGROUNDS if not (given.texts / f"{name}.txt").is_file()]:
-            raise ValueError(f"--texts {given.texts} has no {absent[0]}.txt; it must hold {BACKGROUNDS}")
-        torch.manual_seed(given.seed)
-        self.model, tokenizer = load_pretrained(given.model, device=given.device)
-        self.encode = tokenizer.encode
+        super().__init__(given)
         self.world = World(given.seed, given.chunks, given.grammar)
-        self.reader = Reader(self.encode, given.device, self.autocast)
-        count = given.windows
-        texts = {name: (given.texts / f"{name}.txt").read_text()[:CHARACTERS] for name in BACKGROUNDS}
-        windows = {name: cut([text], self.encode, WINDOW) for name, text in texts.items()}
-        if short := [name for name, rows in windows.items() if len(rows) < count + count // 2]:
-            raise ValueError(
-                f"{short[0]}.txt is too short for {count} windows and half as many to calibrate by"
-            )
-        self.sha256 = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
-        self.measured = {name: rows[:count] for name, rows in windows.items()}
-        self.free = shuffled([rows[count : count + count // 2] for rows in windows.values()])
-        most = min(len(rows) for rows in windows.values())  # of every kind as many
-        self.old = shuffled([rows[count:most] for rows in windows.values()])
-
-    def autocast(self) -> Any:
-        return torch.autocast("cuda", torch.bfloat16) if self.device == "cuda" else nullcontext()
-
-    def base(self, tokens: Tensor) -> Tensor:
-        return self.model(tokens).logits
 
     def original(self) -> dict[str, Any]:
         """What the model knows and predicts before anything is taught."""
@@ -144,10 +59,7 @@ class Study:
                 for form, n in FORMS
             },
             "tail": self.reader.loss(self.base, self._tails()),
-            "background": {
-                name: [nats for nats, _ in self.reader.background(self.base, rows)]
-                for name, rows in self.measured.items()
-            },
+            "background": self.background(),
             "capitals": self.capitals(self.base),
         }
 
@@ -171,7 +83,7 @@ class Study:
                 for form in ("taught", "question")
             },
             "tail": self.reader.loss(call, self._tails(chunks)) - before["tail"],
-            "rise": self.rises(call, before),
+            "rise": self.rises(call, before["background"]),
             "revised": {
                 **{
                     f"{form} {n}": self.reader.recall(call, self.world.revised_items(form, n, told=told))
@@ -181,24 +93,6 @@ class Study:
             },
         }
 
-    def rises(self, call: Call, before: dict[str, Any]) -> dict[str, float]:
-        """By what share the perplexity of each background text rose."""
-        return {
-            name: rise([nats for nats, _ in self.reader.background(call, rows)], before["background"][name])
-            for name, rows in self.measured.items()
-        }
-
-    def untaught(self, learner: Any) -> Call:
-        """The original model, also where the learner stands beside its blocks."""
-        if not isinstance(learner, Basins):
-            return self.base
-
-        def base(tokens: Tensor) -> Tensor:
-            with learner.net.using(None):
-                return self.base(tokens)
-
-        return base
-
     def namesakes_untouched(self, basins: Basins, chunks: int) -> dict[str, float]:
         """The share of prompts about somebody never taught, of a taught one's last name, that are the base's
         to the bit."""
@@ -206,25 +100,11 @@ class Study:
         for form in ("taught", "question"):
             items = [item for c in range(min(chunks, 5)) for item in self.world.namesakes(c, form)]
             now, was = (
-                [logits[-1] for logits, _ in self.reader._ends(call, items)]
+                {n: logits[-1] for n, logits, _ in self.reader.ends(call, items)}
                 for call in (basins, self.untaught(basins))
             )
-            same = sum(torch.equal(a, b) for a, b in zip(now, was, strict=True))
+            same = sum(torch.equal(now[n], was[n]) for n in was)
             found[f"{form} 0"] = same / len(items)
-        return found
-
-    def identical(self, basins: Basins) -> dict[str, float]:
-        """The share of background windows that are the base's to the bit."""
-        found = {}
-        for name, rows in self.measured.items():
-            same = 0
-            for part in rows.split(8):
-                now, was = (
-                    [logits for _, logits in self.reader.background(call, part)]
-                    for call in (basins, self.untaught(basins))
-                )
-                same += sum(torch.equal(a, b) for a, b in zip(now, was, strict=True))
-            found[name] = same / len(rows)
         return found
 
     def _tails(self, chunks: int | None = None) -> list[Item]:
@@ -246,17 +126,6 @@ class Study:
         return self.reader.recall(call, [item for part in items for item in part])
 
 
-def shuffled(parts: Sequence[Tensor]) -> Tensor:
-    """The rows of all parts in an order that is always the same."""
-    rows = torch.cat(list(parts))
-    return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
-
-
-def rise(after: Sequence[float], before: Sequence[float]) -> float:
-    """By what share perplexity rose."""
-    return math.exp(sum(after) / len(after) - sum(before) / len(before)) - 1
-
-
 def run(given: argparse.Namespace) -> None:
     """One method with one seed; the result is written after every measurement."""
     begun = time.perf_counter()
@@ -264,17 +133,7 @@ def run(given: argparse.Namespace) -> None:
     before = study.original()
     started = time.perf_counter()
     told = given.method == "retrieval"
-    learner = method(
-        given.method,
-        study.model,
-        study.encode,
-        study.free,
-        study.old,
-        rate=given.rate,
-        keep=given.keep,
-        settings=given.lesson,
-        autocast=study.autocast,
-    )
+    learner = method(given, study.model, study.encode, study.free, study.old, study.autocast, compiled=True)
     prepared = time.perf_counter() - started
     history: list[dict[str, Any]] = []
     named = {name: value for name, value in vars(given).items() if name not in ("result", "texts", "verb")}
@@ -313,6 +172,8 @@ def run(given: argparse.Namespace) -> None:
         "after": study.measure(learner, chunks, before, told=told),
     }
     write_result(given.result, result)
+    if isinstance(learner, Grace):
+        result["identical windows"] = study.identical(learner)
     if isinstance(learner, Basins):
         touched = learner.lessons.calibration.touched(learner.lessons.layer)
         result |= {
@@ -329,7 +190,8 @@ def run(given: argparse.Namespace) -> None:
         result["behind the guard"] = study.measure(guard, chunks, before, told=told)
     write_result(given.result, result)
     learn("capitals", study.world.moves())
-    result["capitals"] = study.capitals(learner, told=told) | {"rise": study.rises(learner, before)}
+    rise = study.rises(learner, before["background"])
+    result["capitals"] = study.capitals(learner, told=told) | {"rise": rise}
     write_result(given.result, result)
     print(json.dumps({k: v for k, v in result["after"].items() if k != "by chunk"}, indent=1))
     print(f"{time.perf_counter() - begun:.0f} s in all")
@@ -344,27 +206,6 @@ def score(cell: dict[str, Any]) -> float:
     after = cell["after"]
     forms = ("taught 0", "sentence 0", "sentence 1", "question 0", "question 1")
     return sum(after[form] for form in forms) / len(forms)
-
-
-def label(cell: dict[str, Any]) -> str:
-    settings = cell["settings"]
-    return settings["method"] + ("" if settings["keep"] == "nothing" else f", {settings['keep']}")
-
-
-def read_cells(paths: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
-    cells: dict[str, list[dict[str, Any]]] = {}
-    for path in sorted(paths):
-        cell = json.loads(path.read_text())
-        cells.setdefault(label(cell), []).append(cell)
-    return cells
-
-
-def rates(given: argparse.Namespace) -> None:
-    """The rate of each method that scored best, one a line, as `run` takes it."""
-    for found in read_cells(given.cells).values():
-        best = max(found, key=score)
-        settings = best["settings"]
-        print(settings["method"], settings["keep"], settings["rate"])
 
 
 FIGURES = {
@@ -389,40 +230,6 @@ FIGURES = {
 """What is summed up: where each figure stands in a cell; of several texts the worst counts."""
 
 
-def figure(cell: dict[str, Any], path: Sequence[str]) -> float | None:
-    found: Any = cell
-    for name in path:
-        if name not in found:
-            return None
-        found = found[name]
-    return max(found.values()) if isinstance(found, dict) else found
-
-
-def sum_up(given: argparse.Namespace) -> None:
-    """Mean, least and most over seeds of each method's figures, and the cells themselves."""
-    rows: dict[str, dict[str, Any]] = {}
-    cells = []
-    for name, found in read_cells(given.cells).items():
-        rows[name] = {"seeds": [cell["settings"]["seed"] for cell in found]}
-        for title, path in FIGURES.items():
-            own = [value for cell in found if (value := figure(cell, path)) is not None]
-            if own:
-                rows[name][title] = {"mean": sum(own) / len(own), "least": min(own), "most": max(own)}
-        for cell in found:
-            nats = cell["original"]["background"]
-            cell["original"]["background"] = {text: sum(own) / len(own) for text, own in nats.items()}
-            cells.append(cell)
-        print(f"{name} ({len(found)} seeds)")
-        for title, row in rows[name].items():
-            if title != "seeds":
-                print(f"  {title:42s} {row['mean']:.4f}  ({row['least']:.4f} to {row['most']:.4f})")
-    made = {json.dumps(cell["provenance"], sort_keys=True): cell["provenance"] for cell in cells}
-    write_result(
-        given.result,
-        {"experiment": "facts", "methods": rows, "cells": cells, "cells_made_by": list(made.values())},
-    )
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m studies facts",
@@ -431,30 +238,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
     one = verbs.add_parser("run", help="teach one method and measure it")
-    one.add_argument("--model", default="smollm2-135m")
-    one.add_argument("--texts", type=Path, required=True, help="the folder of background texts")
+    add_options(one)
     one.add_argument("--grammar", choices=GRAMMARS, default=GRAMMARS[-1])
-    one.add_argument("--method", choices=[*RATES, "retrieval"], default="basins")
-    one.add_argument("--keep", choices=KEEPS, default="nothing", help="what is done for background text")
-    one.add_argument(
-        "--rate", type=float, default=None, help="default: the one that the ladder of rates chose"
-    )
-    one.add_argument("--seed", type=int, default=0)
     one.add_argument("--chunks", type=int, default=20)
-    one.add_argument("--lesson", type=json.loads, default={}, help="settings of LessonConfig, as JSON")
-    one.add_argument("--windows", type=int, default=128, help="of each background text that are measured")
-    one.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    one.add_argument("--minutes", type=float, default=math.inf, help="teach no new chunk after so long")
     one.add_argument("--no-guard", dest="guard", action="store_false", help="do not measure behind the guard")
-    one.add_argument("--result", type=Path, required=True)
-    best = verbs.add_parser("rates", help="choose each method's rate")
-    best.add_argument("cells", type=Path, nargs="+")
-    total = verbs.add_parser("sum", help="sum up the cells of several seeds and methods")
-    total.add_argument("cells", type=Path, nargs="+")
-    total.add_argument("--result", type=Path, required=True)
+    add_verbs(verbs)
     given = parser.parse_args(arguments)
-    if given.verb != "run":
-        return (rates if given.verb == "rates" else sum_up)(given)
-    if given.rate is None:
-        given.rate = RATES.get(given.method, 0.0)
+    if given.verb == "rates":
+        return rates(given, score)
+    if given.verb == "sum":
+        return sum_up(given, "facts", FIGURES)
+    complete(given)
     run(given)

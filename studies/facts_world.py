@@ -16,6 +16,8 @@ FORMS = [
     ("taught", 2),
     *((kind, n) for kind in ("sentence", "question") for n in (0, 1)),
 ]
+GRAMMARS = ("facts", "facts_confirm", "facts_third")
+"""In the order in which they were written: the last is the one that no setting was chosen by."""
 KINDS = ["person"] * 30 + ["town"] * 10 + ["company"] * 10
 FACTS = 4
 """So many facts are taught about each thing."""

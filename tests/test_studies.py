@@ -9,7 +9,7 @@ import pytest
 from attractor import presets
 from attractor.data import prepare
 from studies import __main__ as studies
-from studies import facts, table1
+from studies import edits, facts, table1, trivia
 
 
 def run(*arguments) -> int:
@@ -19,7 +19,7 @@ def run(*arguments) -> int:
 def test_every_study_has_a_line_and_a_help(capsys):
     assert run("list") == 0
     shown = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in shown] == [*studies.STUDIES, "facts"]
+    assert [line.split()[0] for line in shown] == [*studies.STUDIES, *studies.FACTS]
     assert all(len(line.split()) > 5 for line in shown)
     with pytest.raises(SystemExit) as stop:
         run("shifts", "--help")
@@ -40,10 +40,11 @@ def test_every_study_has_a_line_and_a_help(capsys):
         assert option in shown
 
 
-def test_facts_have_their_own_options(monkeypatch):
+@pytest.mark.parametrize("study", [facts, trivia, edits])
+def test_studies_of_facts_have_their_own_options(study, monkeypatch):
     told = []
-    monkeypatch.setattr(facts, "main", told.append)
-    assert run("facts", "--seed", 3) == 0
+    monkeypatch.setattr(study, "main", told.append)
+    assert run(study.__name__.removeprefix("studies."), "--seed", 3) == 0
     assert told == [["--seed", "3"]]
 
 

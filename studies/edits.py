@@ -1,0 +1,200 @@
+"""Edits one after the other: many invented facts, each by itself, and what is left of all at the end.
+
+    python -m studies edits run --texts FOLDER --method basins --edits 1000 --result cells/basins-0.json
+    python -m studies edits sum cells/*.json --result results/edits.json
+
+Every edit is one fact about one thing of the study of facts, in three forms; TEXTS is described there. No
+edit is read again once the next one begins. After all of them, against the original model:
+
+- reliability: the share of edits that are answered in the first form that was taught;
+- paraphrase: the same in two sentences and two questions that never were;
+- locality: the share of prompts about other things after which the model writes the same words as before.
+  The prompts are beginnings of background windows, countries and their capitals, and people and companies
+  that were never taught and share the last name of one that was.
+
+`--at-once 50` teaches 50 edits together, which saves time and is no longer one at a time. Estimates for one
+H200, where nothing of this was timed: basins half a second to a second an edit one at a time, and a minute or
+two for 1000 with `--at-once 50`; methods that fine-tune about a second an edit, which is 24 steps. So with 15
+minutes: `--edits 300` with basins, full and memit, and `--edits 1000 --at-once 50` with basins; 10,000 one at
+a time take hours. Rates are those that the ladder of the study of facts chose.
+
+Where tyro is missing, `python -c "from studies import edits; edits.main()"` takes the same arguments.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from attractor.results import write_result
+from studies.facts_cells import add_options, add_verbs, complete, rates, sum_up
+from studies.facts_editors import Grace
+from studies.facts_ground import Ground
+from studies.facts_methods import Basins, Retrieval, method
+from studies.facts_world import GRAMMARS, KINDS, Item, Lesson, World
+
+PARAPHRASES = [(kind, number) for kind in ("sentence", "question") for number in (0, 1)]
+BEGINNING, WRITTEN = 24, 8
+"""Tokens of a window that are read, and that are written after it, to see whether these are the same."""
+SMALL = {"edits": 8, "at_once": 2, "windows": 12, "prompts": 8}
+"""What `--small` makes of these options: it runs, and its figures mean nothing."""
+
+
+class Edit(NamedTuple):
+    """One fact."""
+
+    name: str
+    kind: str
+    relation: str
+    answer: str
+
+
+class Edits(Ground):
+    """A model, background text and edits; `measure` says what a method made of them."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        super().__init__(given)
+        self.world = World(given.seed, -(-given.edits // len(KINDS)), given.grammar)
+        things = [thing for chunk in self.world.chunks for thing in chunk][: given.edits]
+        self.edits = [
+            Edit(name, kind, relation := list(facts)[number % len(facts)], facts[relation])
+            for number, (name, kind, facts) in enumerate(things)
+        ]
+        self.prompts = {
+            "background": [
+                self.decode(row[:BEGINNING].tolist()) for rows in self.measured.values() for row in rows
+            ],
+            "capitals": [
+                prompt
+                for form in ("sentence", "question")
+                for which in ("moved", "kept")
+                for prompt, _ in self.world.capitals(which, form)
+            ],
+            "namesakes": [prompt for prompt, _ in self.world.namesakes(0, "question")],
+        }
+        self.prompts = {name: own[: given.prompts] for name, own in self.prompts.items()}
+
+    def items(self, form: str, number: int) -> list[Item]:
+        """One prompt and answer for each edit."""
+        return [
+            (self.world.words[edit.kind][edit.relation][form][number].format(n=edit.name), f" {edit.answer}")
+            for edit in self.edits
+        ]
+
+    def lessons(self) -> list[Lesson]:
+        forms = [self.items("taught", number) for number in range(3)]
+        return [list(own) for own in zip(*forms, strict=True)]
+
+    def writes(self, learner: Any) -> dict[str, list[str]]:
+        """What the model goes on with after prompts that no edit is about."""
+        return {name: self.reader.write(learner.model, own, WRITTEN) for name, own in self.prompts.items()}
+
+    def measure(self, learner: Any, before: dict[str, list[str]]) -> dict[str, Any]:
+        taught = self.reader.hits(learner, self.items("taught", 0))
+        tenth = -(-len(taught) // 10)
+        others = {f"{form} {n}": self.reader.recall(learner, self.items(form, n)) for form, n in PARAPHRASES}
+        after = self.writes(learner)
+        same = {
+            name: sum(a == b for a, b in zip(now, before[name], strict=True)) / len(now)
+            for name, now in after.items()
+        }
+        return {
+            "reliability": sum(taught) / len(taught),
+            "by tenth": [sum(own) / len(own) for own in parts(taught, tenth)],
+            "paraphrase": sum(others.values()) / len(others),
+            "by paraphrase": others,
+            "locality": sum(same.values()) / len(same),
+            "by prompts": same,
+        }
+
+
+def parts(values: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    return [values[start : start + size] for start in range(0, len(values), size)]
+
+
+def run(given: argparse.Namespace) -> None:
+    """One method with one seed."""
+    begun = time.perf_counter()
+    study = Edits(given)
+    original, background = study.writes(Retrieval(study.model)), study.background()
+    learner = method(given, study.model, study.encode, study.free, study.old, study.autocast)
+    seconds: list[float] = []
+    done = 0
+    for number, lessons in enumerate(parts(study.lessons(), given.at_once)):
+        if time.perf_counter() - begun > 60 * given.minutes:
+            print(f"the time is over after {done} edits: they are measured now", flush=True)
+            break
+        start = time.perf_counter()
+        learner.learn(lessons, given.seed * 1_000_000 + number)
+        if given.device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+        done += len(lessons)
+    study.edits = study.edits[:done]
+    settings = {k: v for k, v in vars(given).items() if k not in ("result", "texts", "verb")}
+    result: dict[str, Any] = {
+        "experiment": "edits",
+        "settings": settings,
+        "sha256 of the texts": study.sha256,
+        "original": {"background": background},
+        "edits": done,
+        "bytes per edit": learner.bytes() / done,
+        "edits per second": done / sum(seconds),
+        "seconds of the first and the last tenth": [
+            sum(own) / len(own)
+            for own in (seconds[: len(seconds) // 10 + 1], seconds[-(len(seconds) // 10 + 1) :])
+        ],
+        "after": study.measure(learner, original),
+        "rise": study.rises(learner, background),
+    }
+    if isinstance(learner, Basins | Grace):
+        result["identical windows"] = study.identical(learner)
+    write_result(given.result, result)
+    print(json.dumps({name: result[name] for name in ("edits per second", "after", "rise")}, indent=1))
+
+
+def score(cell: dict[str, Any]) -> float:
+    """What rates are chosen by: answers in forms that were and were not taught."""
+    return (cell["after"]["reliability"] + cell["after"]["paraphrase"]) / 2
+
+
+FIGURES = {
+    "reliability": ("after", "reliability"),
+    "paraphrase": ("after", "paraphrase"),
+    "locality": ("after", "locality"),
+    "worst background text": ("rise",),
+    "bytes per edit": ("bytes per edit",),
+    "edits per second": ("edits per second",),
+}
+"""What is summed up: where each figure stands in a cell; of several texts the worst counts."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m studies edits",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    one = verbs.add_parser("run", help="teach one method and measure it")
+    add_options(one)
+    one.add_argument("--grammar", choices=GRAMMARS, default=GRAMMARS[-1])
+    one.add_argument("--edits", type=int, default=1000)
+    one.add_argument("--at-once", type=int, default=1, help="edits that are taught together")
+    one.add_argument(
+        "--prompts", type=int, default=200, help="at most, of each kind that locality is asked by"
+    )
+    one.add_argument("--small", action="store_true", help=f"see that it runs: {SMALL}")
+    add_verbs(verbs)
+    given = parser.parse_args(arguments)
+    if given.verb == "rates":
+        return rates(given, score)
+    if given.verb == "sum":
+        return sum_up(given, "edits", FIGURES)
+    if given.small:
+        vars(given).update(SMALL)
+    complete(given)
+    run(given)

