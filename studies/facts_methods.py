@@ -139,8 +139,9 @@ def method(
     if name == "grace":
         return Grace(tuned, reading, free, rate, int(GRACE_AT * blocks))
     if name in ("memit", "alphaedit"):
-        first, count = int(WRITTEN[0] * blocks), min(WRITTEN[1], blocks)
-        return ClosedForm(tuned, reading, free, name, rate, range(first, min(first + count, blocks)))
+        first = int(WRITTEN[0] * blocks)
+        last = min(first + WRITTEN[1], blocks - 1)  # after the last block nothing reads it any more
+        return ClosedForm(tuned, reading, free, name, rate, range(first, last))
     options: dict[str, Any] = {"rate": rate, "keep": given.keep, "strength": given.strength}
     if name == "memory":
         return Memory(model, reading, tuned, free, old, **options)

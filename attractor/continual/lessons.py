@@ -172,7 +172,11 @@ class Lessons:
         ]
         asked = [asked_of_all(forms + taken_in[n], names[n]) for n, forms in enumerate(taught)]
         told = [
-            told_of(pairs, name, self.tell, self.config.least_forms - len(pairs))
+            [
+                pair
+                for pair in told_of(pairs, name, self.tell, self.config.least_forms - len(pairs))
+                if self.reading.fits(*pair)
+            ]
             for pairs, name in zip(asked, names, strict=True)
         ]
         texts = self.reading.texts(asked, names, told)

@@ -265,6 +265,14 @@ class Reading:
         """(n) what each graded token counts: 1 in an answer, less where it is the base's own."""
         return torch.where(batch.is_answer_n, 1.0, self.config.after_weight)
 
+    def fits(self, prompt: str, answer: str) -> bool:
+        """Whether the model's context holds this form in every frame."""
+        longest = max(
+            len(self._tokens(framed(prompt, turn, 0, self.frames)[0] + answer))
+            for turn in range(len(self.frames))
+        )
+        return longest + self.config.after <= self.context
+
     def _framed(
         self, lesson: int, forms: Sequence[tuple[str, str]], subject: str, turn: int, tests: int
     ) -> Iterator[Text]:
