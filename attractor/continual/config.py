@@ -266,7 +266,7 @@ class LessonConfig(JSONConfig):
     least_forms: int = 3
     """What a lesson of fewer forms says is also learned in answer to open questions about its subject."""
     questions: int = 3
-    """So many prompts of a lesson are asked for before and after it, in a form that it is not learned in."""
+    """So many answers of a lesson are asked for before and after it, in a form that it is not learned in."""
     enough: float = 0.25
     """A lesson is learned no further once its loss, in nats per token, was below this in every frame."""
     rows: int = 256

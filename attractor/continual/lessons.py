@@ -191,7 +191,8 @@ class Lessons:
             [None if old is None else old.number for old in overridden],
             self.config,
         )
-        beside = silent(placed, keys, self._strangers(asked, names), taken, self.config)
+        read = [[*own, *more] for own, more in zip(asked, told, strict=True)]
+        beside = silent(placed, keys, self._strangers(read, names), taken, self.config)
         lesson_of = placed.lesson + beside.lesson
         patches = self._open([placed, beside])
         try:
@@ -473,8 +474,9 @@ class Lessons:
         return [hits / number for hits, number in zip(right, count, strict=True)]
 
     def _answered(self, asked: Sequence[Sequence[tuple[str, str]]]) -> list[float | None]:
-        """The share of the first prompts of each lesson that are answered when they are asked for."""
-        own = [pairs[: self.config.questions] for pairs in asked]
+        """The share of each lesson's answers that are given when it is asked for one of their prompts."""
+        firsts = [{answer.strip(): (prompt, answer) for prompt, answer in reversed(own)} for own in asked]
+        own = [[*first.values()][::-1][: self.config.questions] for first in firsts]
         right = iter(self.reading.answered(self.question, [pair for pairs in own for pair in pairs]))
         return [sum(next(right) for _ in pairs) / len(pairs) if pairs else None for pairs in own]
 

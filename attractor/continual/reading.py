@@ -10,6 +10,7 @@ Lessons and the controls of the study of facts read by it, so that both are taug
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple, Protocol
@@ -20,8 +21,8 @@ from torch import Tensor, nn
 from attractor.continual.config import LessonConfig
 from attractor.continual.forms import FRAMES, MENTIONS, STRANGERS, framed, places_of
 
-ROOM = 12
-"""So many tokens longer than the longest answer may a reply be that has to hold it."""
+ROOM = 4
+"""So many tokens longer than a prompt and its answer may a reply be that has to hold the answer."""
 FEW = 64
 """So many tokens of padding cost less than a batch of its own."""
 
@@ -314,9 +315,11 @@ class Reading:
                 for count in range(each):
                     turn = (place + count * self.config.contexts // each) % self.config.contexts
                     text = framed(prompt, turn, place, self.frames)[0] + answer
-                    start = next((start for start, _ in places_of(name, text)), -1)
-                    other = place * each + count
-                    tokens = self._other(text[:start], name, other) if start >= 0 else []
+                    starts = [start for start, _ in places_of(name, text)]
+                    if not starts:
+                        continue
+                    start = starts[count % len(starts)]  # in questions and in answers
+                    tokens = self._other(text[:start], name, place * each + count)
                     if len(tokens) > 1:
                         last = len(tokens) - 1
                         texts.append(Text(number, tokens, range(last, last + 1), [last]))
@@ -336,7 +339,8 @@ class Reading:
         name = " ".join([first, *rest])
         if rest:
             others = [word for word in STRANGERS if word != first]
-            return self._tokens(" ".join([before + others[number % len(others)], *rest]))
+            other = " ".join([others[number % len(others)], *rest])
+            return self._tokens(re.sub(re.escape(name), other, before, flags=re.IGNORECASE) + other)
         tokens, start = self._tokens(before + name), self._tokens(before)
         if tokens[: len(start)] != start:  # a space belongs to the token that follows
             start = self._tokens(before.rstrip(" "))
@@ -362,7 +366,8 @@ class Reading:
             [self._tokens(written) for written in (f" {answer.strip()}", answer.strip())]
             for _, answer in asked
         ]
-        count = ROOM + max(len(tokens) for spellings in wanted for tokens in spellings)
+        replies = [len(self._tokens(prompt + answer)) for prompt, answer in asked]  # if all is said again
+        count = ROOM + max(replies)
         with self.autocast():
             written = self.halves.answer(texts, count)
         return [
