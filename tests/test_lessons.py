@@ -608,6 +608,8 @@ def test_the_two_halves_of_a_model_are_the_model(family, read_from):
     part = torch.tensor([1, 1, 0, 0]), place[1][[0, 1, 3, 4]]
     found = halves.above(settled, *part)
     assert torch.allclose(found, wanted[[0, 1, 3, 4]], atol=1e-5)
+    (early,) = halves.after(below, [([0, 1, 2], [1, 1, 0])])  # one token alone comes before
+    assert torch.allclose(halves.above(early, *place), wanted, atol=1e-5)
     with torch.no_grad(), net.using(None):
         assert not torch.allclose(wanted, net(input_ids=whole).logits[place], atol=1e-2)
 

@@ -115,8 +115,9 @@ class Halves:
     @torch.no_grad()
     def after(self, below: Below, parts: Sequence[Part]) -> list[Above]:
         """For each part some texts from their tokens `first` on: what comes before them is computed now."""
-        ends = {n: max(1, end) for part in parts for n, end in zip(*part, strict=True)}
-        before = self._before(below, ends) if below.are_woven and max(ends.values()) > 1 else None
+        ends = {n: end for part in parts for n, end in zip(*part, strict=True)}
+        has_past = below.are_woven and max(ends.values()) > 0
+        before = self._before(below, {n: max(1, end) for n, end in ends.items()}) if has_past else None
         return [self._after(below, before, *part) for part in parts]
 
     def above(self, state: Above, texts: Tensor, positions: Tensor) -> Tensor:
