@@ -243,10 +243,10 @@ class TestPictures:
         question(page, "Where do Zorvan Quillbeam and Bo Lund live?")
 
     def test_lessons(self, take):
-        take("lessons.png", school(6), 1100, 860, False, before=self.ask)
+        take("lessons.png", school(6), 1100, 1190, False, before=self.ask)
 
     def test_a_phone(self, take):
-        take("phone.png", school(4), 400, 900, True, before=self.ask)
+        take("phone.png", school(4), 400, 960, True, before=self.ask)
 
     def test_texts(self, take):
         take("texts.png", filled(24), 1100, 1305, True, charts=6)
