@@ -164,6 +164,7 @@ def test_progress_is_streamed(client: TestClient) -> None:
         ({"text": ""}, "the lesson is empty"),
         ({"text": "x"}, "give a subject"),
         ({"text": "It rains. He sings."}, "give a subject"),
+        ({"text": "Ann is in Oslo. " * 5000}, "5000 sentences; at most 4096"),
         ({"text": "x", "subject": "x"}, "nothing follows the subject"),
         ({"text": "A sentence.", "subject": "Nobody"}, "names its subject"),
         ({"text": "a\x00b", "subject": "a"}, "control character"),

@@ -20,6 +20,7 @@ from attractor import APN, APNConfig
 from attractor.continual.calibrate import CLOSED, Calibration, clopper_pearson
 from attractor.continual.config import LessonConfig
 from attractor.continual.forms import (
+    MOST_ANSWERS,
     asked_of,
     asked_of_all,
     check_forms,
@@ -353,6 +354,16 @@ def test_what_is_asked_of_a_sentence_stands_in_it_after_the_subject(pieces, subj
         assert sentence.startswith(prompt + answer)
         assert answer.strip(" .,")
         assert subject.lower() in prompt.lower()
+
+
+def test_hostile_sentences_are_taken_apart_in_proportion_to_their_length():
+    """What was asked of a sentence of 10,000 clauses was 10,000 times as long as the sentence."""
+    clauses = "Ann Lee is " + ", ".join(f"in town {n}" for n in range(10_000))
+    asked = asked_of(("", clauses), "Ann Lee")
+    assert len(asked) == MOST_ANSWERS
+    assert sum(len(prompt + answer) for prompt, answer in asked) < len(clauses)
+    words = " ".join(f"word{n}" for n in range(20_000))
+    assert shared_subject([("", f"Ann Lee sings {words}"), ("", f"Today Ann Lee sings {words}")])
 
 
 def test_a_lesson_of_sentences_is_known_in_a_form_that_was_not_taught():

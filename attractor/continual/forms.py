@@ -20,6 +20,10 @@ i what who where when which how there today yesterday tomorrow now then later on
 """English words that name nothing: what follows one of them is often what a sentence tells."""
 SENTENCE = re.compile(r"(?<=[.!?])[\"')\]]*\s+|\n+")
 """What stands between two sentences."""
+MOST_ANSWERS = 16
+"""A sentence is asked for no more: each prompt repeats all that stands before it."""
+MOST_WORDS, LONGEST_SUBJECT = 200, 12
+"""A shared subject is looked for among the first words of a form, and has at most so many."""
 SMALL_WORDS, VERB_WORDS = frozenset(SMALL.split()), frozenset(VERBS.split())
 Form = str | tuple[str, str]
 """A sentence, or a prompt and the answer that is to follow it."""
@@ -173,7 +177,7 @@ def asked_of(form: tuple[str, str], subject: str) -> tuple[tuple[str, str], ...]
     if not runs and words:
         runs = [words[-1:]]
     pairs = []
-    for own in runs:
+    for own in runs[:MOST_ANSWERS]:
         asked = sentence[: own[0].start].rstrip()
         pairs.append((asked, sentence[len(asked) : own[-1].end]))
     return tuple(pairs)
@@ -227,11 +231,12 @@ def shared_subject(forms: Sequence[tuple[str, str]]) -> str:
     texts = [prompt or answer for prompt, answer in forms]
     if len(set(texts)) < 2:
         return likely_subject(texts[0])
-    words = words_in(min(texts, key=len))
+    shortest = min(texts, key=len)
+    words = words_in(shortest)[:MOST_WORDS]
     best, is_shared = "", False
     for first, word in enumerate(words):
-        for last in reversed(words[first:]):
-            piece = min(texts, key=len)[word.start : last.end]
+        for last in reversed(words[first : first + LONGEST_SUBJECT]):
+            piece = shortest[word.start : last.end]
             if len(piece) <= len(best):
                 break
             if last.is_small or word.text.lower() in ARTICLES:

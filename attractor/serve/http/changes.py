@@ -10,6 +10,7 @@ from fastapi import FastAPI, Path, Query, Request
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response, StreamingResponse
 
+from attractor.continual.forms import sentences_of
 from attractor.serve.config import ServeSettings
 from attractor.serve.http.auth import FIGURES, Key, needs
 from attractor.serve.http.generation import Disconnected, while_connected
@@ -37,6 +38,8 @@ NUMBER = Query(ge=1, lt=1 << 63)
 IdempotencyQuery = Annotated[str | None, Query(pattern=KEY)]
 EVENTS = "text/event-stream"
 FILE = "application/octet-stream"
+MOST_SENTENCES = 16
+"""A text may have so many times more sentences than are taught of it."""
 SourceQuery = Annotated[str | None, Query(pattern=SOURCE)]
 Number = Annotated[int, Path(ge=0, lt=1 << 62)]
 Limit = Annotated[int, Query(ge=1, le=1000)]
@@ -283,6 +286,10 @@ def in_utc(time: datetime | None) -> str | None:
 def read_lessons(forms: Sequence[LessonForm], settings: ServeSettings) -> list[Asked]:
     """What is asked for, or the reason why it makes no sense."""
     check_count("forms", max(len(forms), sum(len(form.forms or ()) for form in forms)), settings)
+    sentences = sum(len(sentences_of(form.text)) for form in forms if form.text is not None)
+    if sentences > MOST_SENTENCES * settings.max_texts:
+        most = MOST_SENTENCES * settings.max_texts
+        raise Problem(422, f"{sentences} sentences; at most {most}: teach it in pieces", param="text")
     try:
         what = [each for form in forms for each in form.said.asked()]
     except ValueError as error:
