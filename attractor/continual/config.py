@@ -253,6 +253,8 @@ class LessonConfig(JSONConfig):
     with 0 there are none, and another name with the same last word may be taken for the subject."""
     apart: float = 0.6
     """Where a silent patch takes over: from the mean of those other names, 0, to that of the subject, 1."""
+    near: float = 0.05
+    """A basin gets a silent patch only if one of those other names comes so close to its edge, or enters."""
     room: float = 0.02
     """How far basins stay away from background, and from prototypes of other lessons."""
     contexts: int = 8
@@ -284,5 +286,5 @@ class LessonConfig(JSONConfig):
             check_number(name, getattr(self, name), "0 or more", lambda value: value >= 0)
         for name in ("momentum", "decay"):
             check_number(name, getattr(self, name), "0 or more, below 1", lambda value: 0 <= value < 1)
-        for name in ("cover", "radius", "room", "apart"):
+        for name in ("cover", "radius", "room", "apart", "near"):
             check_number(name, getattr(self, name), "between 0 and 1", lambda value: 0 <= value <= 1)

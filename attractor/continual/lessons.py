@@ -40,9 +40,12 @@ from attractor.continual.forms import (
     shared_subject,
     told_of,
 )
-from attractor.continual.placing import Placed, Taken, place, silent
+from attractor.continual.placing import Placed, Taken, place, silent, spread_out
 from attractor.continual.reading import Batch, Halves, Reading, Whole
 from attractor.layer import APN, PATCH_ROLES, ROLES
+
+SAME = 0.9999
+"""Contexts of such a cosine are one: forms that begin with the subject show the layer the same."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +212,8 @@ class Lessons:
         learned = []
         for order, number in enumerate(numbers):
             count, old = lesson_of.count(order), overridden[order]
-            contexts = Contexts(plain[order].half(), placed.depth(plain[order], order))
+            seen = plain[order][spread_out(plain[order], len(plain[order]), SAME)]
+            contexts = Contexts(seen.half(), placed.depth(seen, order))
             lesson = Lesson(
                 number=number,
                 subject=names[order],

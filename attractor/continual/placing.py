@@ -156,7 +156,8 @@ def silent(
         outer = (seen @ (turned - prototypes).T).mean(0)
         edges = radius + config.apart * inner + (1 - config.apart) * outer
         edges = torch.maximum(edges, (points @ turned.T - depth[:, None]).amax(0) + 2 * CLOSE)
-        useful = edges < 1
+        entered = (seen @ prototypes.T - radius).amax(0) > -config.near
+        useful = entered & (edges < 1)
         found = Placed(
             torch.cat([found.prototypes, turned[useful]]),
             torch.cat([found.radius, edges[useful]]),
