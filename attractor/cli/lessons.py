@@ -10,7 +10,7 @@ import tyro
 
 from attractor.cli.common import Device, ModelName, otherwise
 from attractor.config import check_size
-from attractor.continual.forms import about_each, check_forms, places_of, sentences_of
+from attractor.continual.forms import about_each, check_forms
 from attractor.files import parse_json
 
 if TYPE_CHECKING:
@@ -292,12 +292,7 @@ def read_form(form: Any) -> str | tuple[str, str]:
 
 def read_text(path: Path, subject: str | None) -> list[tuple[list[Any], str | None]]:
     """The lessons of a text: one about the subject, or one for each thing that its sentences are about."""
-    text = path.read_text()
-    if subject is None:
-        found, left_out = about_each(text)
-    else:
-        named = [sentence for sentence in sentences_of(text) if any(places_of(subject, sentence))]
-        found, left_out = {subject: named} if named else {}, len(sentences_of(text)) - len(named)
+    found, left_out = about_each(path.read_text(), subject)
     if left_out:
         print(f"{path}: sentences left out, as they do not tell what they are about: {left_out}")
     return [(list(sentences), about) for about, sentences in found.items()]
