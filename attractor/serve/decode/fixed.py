@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from attractor.continual.calibrate import CLOSED
 from attractor.hf.causal import CausalLM
 from attractor.model import RaggedCache
-from attractor.serve.decode.touches import Found
+from attractor.serve.decode.sequences import Found
 
 log = logging.getLogger("attractor")
 

@@ -13,8 +13,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Literal
 
-from attractor.serve.decode.sequences import GeneratedToken
-from attractor.serve.decode.touches import Touch
+from attractor.serve.decode.sequences import GeneratedToken, Touch
 from attractor.tokenizer import Tokenizer
 
 Finish = Literal["stop", "length", "cancelled", "error"]

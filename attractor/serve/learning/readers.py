@@ -38,7 +38,7 @@ from attractor.hf.teachable import NAME
 from attractor.layer import APN, PATCH_ROLES, ROLES
 from attractor.lm import TrainableModel
 from attractor.serve.decode.fixed import LONGEST, CopiedPatches, FixedPasses, FixedRows
-from attractor.serve.decode.touches import Found
+from attractor.serve.decode.sequences import Found
 from attractor.serve.learning.canaries import CLOSE
 
 WEIGHTS = "weights/"
