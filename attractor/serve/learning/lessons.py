@@ -41,11 +41,11 @@ from attractor.hf.teachable import NAME
 from attractor.lm import TrainableModel
 from attractor.serve.config import Rules
 from attractor.serve.decode.sequences import Publication
-from attractor.serve.errors import Refused, StoreDamaged, Unavailable
+from attractor.serve.errors import Refused
 from attractor.serve.learning.canaries import BasinCanaries, Verdict
 from attractor.serve.learning.catalogue import Asked, Catalogue, Said, figures_of, pack, searched, unpack
 from attractor.serve.learning.readers import Readers
-from attractor.serve.learning.teacher import RECENT, Teacher, Teaches, log, now
+from attractor.serve.learning.teacher import RECENT, Teacher, Teaches, now
 from attractor.serve.store import Change, LessonState, State, Store
 
 WITH_LESSONS = "lessons"
@@ -86,8 +86,8 @@ class LessonTeacher(Teacher):
         canaries: Mapping[str, np.ndarray] | None = None,
         context: int | None = None,
     ) -> None:
-        super().__init__(store)
-        self.lessons, self.rules = lessons, rules
+        super().__init__(store, rules)
+        self.lessons = lessons
         self.progressive: deque[dict[str, Any]] = deque(maxlen=RECENT)
         if store.last == 0:
             with store.turn():
@@ -397,12 +397,7 @@ class LessonTeacher(Teacher):
         asked = self._asked(key, sender, "rollback", version)
         if (known := self._known(**asked)) is not None:
             return known
-        self._check_version(version)
-        try:
-            state = self.store.state_at(version)
-        except (OSError, StoreDamaged) as error:
-            log.error("version %d cannot be read: %s", version, error)
-            raise Unavailable(f"nothing was changed, because version {version} cannot be read") from error
+        state = self._state_at(version)
         with self._all_or_nothing_at(state) as (_, new):
             answer = {"version": self.store.last + 1, "to": version}
             self._commit(Change(kind="rollback", answer=answer, target=version, **asked))
@@ -540,14 +535,9 @@ class LessonTeacher(Teacher):
         if not what:
             raise ValueError("there is no lesson: give one or more")
         counts = [sum(len(self.lessons.encode("".join(form))) for form in each.forms) for each in what]
-        tokens = sum(counts)
         if max(counts) > self.rules.text_tokens:
             raise ValueError(f"{max(counts):,} tokens; a lesson may have {self.rules.text_tokens:,}")
-        taught = self.catalogue.sources.get(source, {}).get("tokens", 0)
-        if (most := self.rules.source_tokens) is not None and taught + tokens > most:
-            raise Refused(
-                f"{source!r} taught {taught:,} tokens and may teach {most:,} in all; these are {tokens:,}"
-            )
+        self._check_quota(source, self.catalogue.sources.get(source, {}).get("tokens", 0), sum(counts))
         return counts
 
     def _tokens_in(self, lesson: Lesson) -> int:
