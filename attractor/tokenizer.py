@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from attractor.config import check_choice
-from attractor.files import parse_json
+from attractor.files import digest_of, parse_json
 
 SCHEMA_VERSION = 1
 DEFAULT_BPE_VOCAB_SIZE = 4096
@@ -64,7 +64,7 @@ class Tokenizer(ABC):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON, with a digest by which damage is known."""
         fields = json.loads(self.to_json())
-        text = json.dumps({**fields, "digest": _digest(fields)}, indent=1)
+        text = json.dumps({**fields, "digest": digest_of(fields)}, indent=1)
         Path(path).write_text(text + "\n", encoding="utf-8")
 
     def __eq__(self, other: object) -> bool:
@@ -323,7 +323,7 @@ def from_json(text: str) -> Tokenizer:
     if not isinstance(fields, dict):
         raise ValueError(f"not a tokenizer: expected a JSON object, got {type(fields).__name__}")
     digest = fields.pop("digest", None)
-    if digest is not None and digest != _digest(fields):
+    if digest is not None and digest != digest_of(fields):
         raise ValueError("it is not what was saved: its digest differs")
     version, kind = fields.pop("schema_version", None), fields.pop("kind", None)
     if version != SCHEMA_VERSION:
@@ -348,10 +348,6 @@ def describe(dropped: Counter[str], limit: int = 8) -> str:
     shown = ", ".join(f"{character!a} x {count}" for character, count in dropped.most_common(limit))
     more = f" and {len(dropped) - limit} more kinds" if len(dropped) > limit else ""
     return f"{dropped.total()} ({shown}{more})"
-
-
-def _digest(fields: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def _library() -> Any:

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self, cast, get_args
 
@@ -49,7 +49,7 @@ from attractor.evaluate import autocast, evaluate, perplexity, routing
 from attractor.files import check_hashes, write_folder
 from attractor.generate import generate
 from attractor.layer import APN
-from attractor.lm import TrainableModel, mode
+from attractor.lm import TrainableModel, inputs_of, mode
 from attractor.tokenizer import Tokenizer
 
 TOKENS_PER_PASS = 16_384
@@ -256,13 +256,12 @@ class OnlineLearner:
         """Losses, gates and gradients of the `counted` tokens. Changes nothing."""
         inputs, targets, counted = (x.to(self.device) for x in (inputs, targets, counted))
         keep_inputs = self.config.allocation.mode != "off" or self.config.prototype_rate > 0
-        with (
-            self._inputs(keep_inputs) as captured,
-            mode(self.model, training=self.config.dropout),
-            torch.enable_grad(),
-        ):
-            with self._autocast():
+        watched = self.layers if keep_inputs else {}
+        with mode(self.model, training=self.config.dropout), torch.enable_grad():
+            with ExitStack() as stack, self._autocast():
+                given = {number: stack.enter_context(inputs_of(layer)) for number, layer in watched.items()}
                 logits, stats = self.model(inputs, return_stats=True)
+            captured = {number: seen for number, (seen,) in given.items()}
             stats = {number: stats[number] for number in self.layers}
             logits = precise(logits)
             losses = F.cross_entropy(
@@ -358,23 +357,6 @@ class OnlineLearner:
         finally:
             for _, parameter, gradient in theirs:
                 parameter.grad = gradient
-
-    @contextmanager
-    def _inputs(self, kept: bool) -> Iterator[dict[Any, Tensor]]:
-        """What goes into each layer, if it is to be kept."""
-        captured: dict[Any, Tensor] = {}
-        handles = []
-        for number, layer in self.layers.items() if kept else ():
-
-            def keep(module: object, arguments: tuple[Any, ...], number: Any = number) -> None:
-                captured[number] = arguments[0].detach()
-
-            handles.append(layer.register_forward_pre_hook(keep))
-        try:
-            yield captured
-        finally:
-            for handle in handles:
-                handle.remove()
 
     # --- asking
 

@@ -43,6 +43,7 @@ from attractor.continual.forms import (
 from attractor.continual.placing import Placed, Taken, place, silent
 from attractor.continual.reading import Batch, Halves, Reading, Whole
 from attractor.layer import APN, PATCH_ROLES, ROLES
+from attractor.lm import inputs_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -252,7 +253,7 @@ class Lessons:
         tokens = torch.tensor(
             [[int(token) for token in self.encode(text)]], device=self.layer.prototypes.device
         )
-        with self._inputs() as seen:
+        with inputs_of(self.layer) as seen:
             self.model(tokens)
         indices = self.layer(seen[0], return_stats=True)[1].indices.flatten()
         acts = (indices >= 0) & self.layer.adds[indices.clamp(min=0)]
@@ -357,16 +358,6 @@ class Lessons:
             yield
         finally:
             self.layer.radius.copy_(radius)
-
-    @contextmanager
-    def _inputs(self) -> Iterator[list[Tensor]]:
-        """What the layer is given in each call of the model."""
-        seen: list[Tensor] = []
-        hook = self.layer.register_forward_pre_hook(lambda _, given: seen.append(given[0].detach()))
-        try:
-            yield seen
-        finally:
-            hook.remove()
 
     @torch.no_grad()
     def _look(

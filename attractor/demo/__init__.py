@@ -28,7 +28,7 @@ from attractor.demo.story import is_right, tell
 from attractor.evaluate import evaluate, routing
 from attractor.files import read_jsonl
 from attractor.generate import generate
-from attractor.measure import train_and_measure
+from attractor.measure import one_of_several, train_and_measure
 from attractor.model import GPT
 from attractor.results import write_result
 from attractor.tokenizer import Tokenizer
@@ -80,11 +80,7 @@ def run(
     story = tell(out, other_texts(dataset), device=device, say=say)
     rows: dict[str, Any] = {}
     for model, config in configs.items():
-        before, doing = len(rows) * steps, f"training {TITLES[model]}"
-
-        def report_one(record: dict[str, Any], before: int = before, doing: str = doing) -> None:
-            report({**record, "doing": doing, "done": before + record["step"]})
-
+        report_one = one_of_several(report, f"training {TITLES[model]}", before=len(rows) * steps)
         rows[model] = train_and_measure(config, dataset, out / model, device=device, report=report_one)
     models = {name: GPT.from_pretrained(find_model(out / name)) for name in MODELS}
     report({"step": steps, "doing": "learning something new", "done": len(rows) * steps})

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
 
+from attractor.files import flush
 from attractor.serve.errors import StoreDamaged
 
 LESSONS, SNAPSHOTS = "lessons.db", "snapshots.db"
@@ -100,7 +101,7 @@ def open_writer(path: Path, synchronous: Literal["FULL", "NORMAL"]) -> sqlite3.C
         try:
             if database.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,):
                 _make(database, SCHEMAS[path.name])
-                sync_folder(path.parent)
+                flush(path.parent)
             if (mode := database.execute("PRAGMA journal_mode = WAL").fetchone()[0]) != "wal":
                 raise ValueError(f"{path} needs a file system with shared memory for WAL, not {mode!r}")
             database.execute(f"PRAGMA synchronous = {synchronous}")
@@ -209,15 +210,7 @@ def make_folder(folder: Path) -> None:
     missing = [place for place in [folder, *folder.parents] if not place.is_dir()]
     folder.mkdir(parents=True, exist_ok=True)
     for place in {*missing, folder}:  # the folder itself too: who made it may have been killed
-        sync_folder(place.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        flush(place.parent)
 
 
 def lock(folder: Path, *, shared: bool = False) -> int:
