@@ -43,7 +43,6 @@ class RetrofitModel:
     seed: int = 0
     """The same seed gives the same first weights and the same batches."""
     device: Device = None
-    """cpu, cuda, cuda:1, ..."""
 
     def run(self) -> int:
         check_number("val_fraction", self.val_fraction, "between 0 and 1", lambda part: 0 < part < 1)
