@@ -181,7 +181,7 @@ def finite(values: Any) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """As `json.loads`, whose errors are ValueErrors; one for text that is nested too deeply, too."""
+    """Read JSON. Every error is a ValueError, also that of text that is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:

@@ -151,7 +151,7 @@ class Ground:
         }
 
     def rises(self, call: Call, before: dict[str, list[float]]) -> dict[str, float]:
-        """By what share the perplexity of each background text rose."""
+        """The share by which the perplexity of each background text rose."""
         return {
             name: rise([nats for nats, _ in self.reader.background(call, rows)], before[name])
             for name, rows in self.measured.items()
@@ -241,5 +241,5 @@ def shuffled(parts: Sequence[Tensor]) -> Tensor:
 
 
 def rise(after: Sequence[float], before: Sequence[float]) -> float:
-    """By what share perplexity rose."""
+    """The share by which perplexity rose."""
     return math.exp(sum(after) / len(after) - sum(before) / len(before)) - 1

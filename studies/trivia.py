@@ -232,7 +232,7 @@ def run(given: argparse.Namespace) -> None:
 
 
 def touched(study: Trivia, learner: Basins, most: int = 200) -> dict[str, float]:
-    """Of so many prompts of each exam the share that a lesson acts on; after others it is the base, to the
+    """The share of so many prompts of each exam that a lesson acts on; after others it is the base, to the
     bit."""
     own = {
         "nq": [row["prompt"].rpartition("\n\n")[2] for row in study.nq],

@@ -388,7 +388,7 @@ class Reading:
         return Batch(own, below, numbers, *columns)
 
     def _parts(self, texts: Sequence[Text], numbers: Sequence[int], below: Below) -> Iterator[list[int]]:
-        """So many texts at once as may be: of similar lengths, if that leaves less to fill up."""
+        """Texts to read at once: as many as may be, of similar lengths if that leaves less to fill up."""
         part: list[int] = []
         for number in sorted(numbers, key=lambda n: len(texts[n].tokens)):
             length = len(texts[number].tokens)

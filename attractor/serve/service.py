@@ -352,7 +352,7 @@ class Service:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Alone among the servers that share the store, and with all that they have committed."""
+        """Be alone among the servers that share the store, and know all that they have committed."""
         until = time.monotonic() + self.limits.turn
 
         def wait() -> None:

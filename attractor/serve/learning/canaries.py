@@ -134,7 +134,7 @@ class Canary:
     rise: dict[int, float] = field(default_factory=dict)  # window -> nats more with all lessons
 
     def share(self, rise: Mapping[int, float]) -> float:
-        """By how much its perplexity is higher if these windows cost so many nats more."""
+        """The share by which its perplexity is higher if these windows cost so many nats more."""
         return math.expm1(sum(rise.values()) / max(1, sum(len(window) - 1 for window in self.windows)))
 
 

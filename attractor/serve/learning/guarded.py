@@ -268,7 +268,7 @@ class GuardedTeacher(Teacher):
         return {"bytes": sum(value.nbytes for value in weights.values()), "patches": patches}
 
     def _usage(self) -> dict[str, dict[str, Any]]:
-        """By layer: how evenly patches are used by what is taught, and how much each is."""
+        """For each layer, how evenly patches are used by what is taught, and how much each is."""
         usage: dict[str, dict[str, Any]] = {}
         for number, layer in self.learner.base.apn_layers().items():
             habits = [held.learner.allocator.habits[number].usage.cpu() for held in self.sources.values()]

@@ -189,8 +189,7 @@ class LessonTeacher(Teacher):
                 for number, count, each in zip(new, tokens, what, strict=True)
             ]
             answer = self._commit_lessons(changes, asked, {"source": source, "canaries": verdict.figures})
-        self._learned(changes, verdict, answer)
-        return self._with_words({**answer, "repeated": False, "now": self.version})
+        return self._learned(changes, verdict, answer)
 
     def revise(
         self,
@@ -229,9 +228,9 @@ class LessonTeacher(Teacher):
                 changes, asked, {"source": source, "canaries": verdict.figures}, before=[drop]
             )
         self.catalogue.remove(number)
-        self._learned(changes, verdict, answer)
+        learned = self._learned(changes, verdict, answer)
         self.canaries.measure_again()
-        return self._with_words({**answer, "repeated": False, "now": self.version})
+        return learned
 
     # --- files
 
@@ -285,8 +284,7 @@ class LessonTeacher(Teacher):
             ]
             more = {"source": source, "canaries": verdict.figures, "learned_again": len(again)}
             answer = self._commit_lessons(changes, asked, more)
-        self._learned(changes, verdict, answer)
-        return self._with_words({**answer, "repeated": False, "now": self.version})
+        return self._learned(changes, verdict, answer)
 
     def _put_in_anew(self, deltas: Sequence[Delta], new: list[int]) -> None:
         """Lessons of another server under new numbers, in patches that are free here."""
@@ -437,7 +435,7 @@ class LessonTeacher(Teacher):
             yield gone, new
 
     def _teach(self, what: Sequence[Asked], report: Report, new: list[int]) -> None:
-        """In batches of different subjects, in the order in which they were given."""
+        """Learn lessons in batches of different subjects, in the order in which they were given."""
         for batch in in_batches(what):
             about = {"state": "learning", "lessons": len(what), "learned": len(new), "together": len(batch)}
 
@@ -506,13 +504,14 @@ class LessonTeacher(Teacher):
         self._commit(*answered([*before, *changes], answer, asked))
         return answer
 
-    def _learned(self, changes: Sequence[Change], verdict: Verdict, answer: dict[str, Any]) -> None:
-        """They are durable: readers may have them."""
+    def _learned(self, changes: Sequence[Change], verdict: Verdict, answer: dict[str, Any]) -> dict[str, Any]:
+        """Show readers lessons that are durable. Returns what the request is answered."""
         self.canaries.accept(verdict)
         self._add_to_catalogue(changes, answer["version"] - len(changes))
         for change in changes:
             self.progressive.append({"version": answer["version"], "loss": None, "source": change.source})
         self._publish([change.target for change in changes if change.target is not None])
+        return self._with_words({**answer, "repeated": False, "now": self.version})
 
     def _add_to_catalogue(self, changes: Sequence[Change], after: int) -> None:
         for version, change in enumerate(changes, after + 1):
@@ -531,7 +530,7 @@ class LessonTeacher(Teacher):
         ]
 
     def _count_tokens(self, what: Sequence[Asked], source: str) -> list[int]:
-        """Of each lesson, if the rules allow them all."""
+        """The tokens of each lesson, if the rules allow them all."""
         if not what:
             raise ValueError("there is no lesson: give one or more")
         counts = [sum(len(self.lessons.encode("".join(form))) for form in each.forms) for each in what]

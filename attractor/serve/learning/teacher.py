@@ -58,7 +58,7 @@ class Teacher:
 
     @contextmanager
     def turn(self, wait: Callable[[], None]) -> Iterator[None]:
-        """Alone among the servers that share the store, and with all that they have committed.
+        """Be alone among the servers that share the store, and know all that they have committed.
 
         While others have their turn, `wait` is called again and again; it gives up by raising.
         """

@@ -201,7 +201,7 @@ def remove(path: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """With its parents, all of them durable."""
+    """Make the folder and its parents, all of them durable."""
     if (folder / "journal").is_dir():
         raise ValueError(
             f"{folder} holds journal/, which versions before 0.2.0 wrote and this one does not read: serve "
@@ -230,7 +230,7 @@ def lock(folder: Path, *, shared: bool = False) -> int:
 
 
 def pause() -> None:
-    """Until somebody may have let go of a lock."""
+    """Wait until somebody may have let go of a lock."""
     time.sleep(PAUSE)
 
 
@@ -310,7 +310,7 @@ class Acknowledged:
         return int(number), chain.decode()
 
     def write(self, number: int, chain: str, *, sync: bool = False) -> None:
-        """To be called once the record is durable.
+        """Note a record; this is called once the record is durable.
 
         Usually this waits for no disk, as that would double the time of a commit. So after a power loss the
         file may name a record from some seconds before, and never one that is not there.

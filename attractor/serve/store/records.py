@@ -118,7 +118,7 @@ def sha256(data: bytes) -> str:
 
 
 def packed(about: Mapping[str, Any], what: str) -> str:
-    """As JSON; a ValueError for what would not come back as it is."""
+    """A value as JSON; what would not come back as it is is a ValueError."""
     try:
         text = json.dumps(about, allow_nan=False, separators=(",", ":"))
         if json.loads(text) != about:
@@ -205,7 +205,7 @@ def walk(database: sqlite3.Connection, path: Path, outline: Outline) -> Iterator
 
 
 def chain_of(database: sqlite3.Connection, number: int) -> str:
-    """Of a record; empty where there is none."""
+    """The chain of a record; it is empty where there is no such record."""
     found = database.execute("SELECT chain FROM records WHERE number = ?", [number]).fetchone()
     return str(found[0]) if found else ""
 

@@ -43,7 +43,7 @@ class SourceState:
 
     @property
     def delta(self) -> Delta:
-        """From the base to here."""
+        """What leads from the base to here."""
         return merged(self.pile)
 
 
@@ -106,7 +106,7 @@ def paced(items: Iterable[Item], share: float) -> Iterator[Item]:
 
 
 def versions(database: sqlite3.Connection) -> list[int]:
-    """Of states that were finished."""
+    """The versions of which a state was finished."""
     return [
         version
         for (version,) in database.execute(

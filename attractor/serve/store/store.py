@@ -194,7 +194,7 @@ class Store:
 
     @property
     def nbytes(self) -> int:
-        """Of all files."""
+        """The size of all files."""
         size = 0
         for path in self.folder.iterdir():
             with suppress(FileNotFoundError):
@@ -205,7 +205,7 @@ class Store:
 
     @contextmanager
     def turn(self, wait: Callable[[], None] = pause) -> Iterator[None]:
-        """Alone among those that share the store, and with all that they have committed.
+        """Be alone among those that share the store, and know all that they have committed.
 
         One thread of a server may ask for it. While others have theirs, `wait` is called again and again; it
         gives up by raising.
@@ -314,7 +314,7 @@ class Store:
                     self._records.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
 
     def _promise(self, number: int, chain: str) -> None:
-        """Where this fails the record is durable all the same; only its loss would not be noticed."""
+        """Note the newest record. Where this fails it is durable all the same; its loss goes unnoticed."""
         if self._acknowledged is not None:
             try:
                 self._acknowledged.write(number, chain)
@@ -363,7 +363,7 @@ class Store:
     def state_at(
         self, version: int | None = None, *, start: State | None = None, share: float = 1.0
     ) -> State:
-        """From the nearest state that is kept, or from `start`, and the records since.
+        """Everything at a version, from the nearest state that is kept, or `start`, and the records since.
 
         It takes this share of the time.
         """
@@ -442,7 +442,7 @@ class Store:
 
     @property
     def bytes_to_read(self) -> int:
-        """Of deltas that a start has to read after the newest state that is kept."""
+        """The size of the deltas that a start has to read after the newest state that is kept."""
         with sql(self._lessons), self._reading() as now:
             newest = max([*states.versions(now.lessons), *self._cached(now.snapshots)], default=0)
             query = "SELECT coalesce(sum(length(delta)), 0) FROM records WHERE number > ?"
@@ -471,7 +471,7 @@ class Store:
             return version if is_new else None
 
     def _let_go(self, oldest: int, share: float) -> None:
-        """Of the deltas before a version, once the states that this and later ones start from are written.
+        """Drop the deltas before a version, once the states that this and later ones start from are written.
 
         Records stay: the chain is checked from the first one on, and no key is ever taken twice.
         """
@@ -516,7 +516,7 @@ class Store:
     # --- closing
 
     def close(self) -> None:
-        """Once a snapshot that is being written is done."""
+        """Let others open the folder, once a snapshot that is being written is done."""
         with self._snapshotting, self._lock:
             if self._closed:
                 return
