@@ -47,7 +47,7 @@ from attractor.continual.update import (
 from attractor.data import IGNORED
 from attractor.evaluate import autocast, evaluate, perplexity, routing
 from attractor.files import check_hashes, write_folder
-from attractor.generate import generate
+from attractor.generate import continued
 from attractor.layer import APN
 from attractor.lm import TrainableModel, inputs_of, mode
 from attractor.tokenizer import Tokenizer
@@ -369,9 +369,8 @@ class OnlineLearner:
 
     def generate(self, prompt: str, **options: Any) -> str:
         """Return the prompt and what the model writes; options as in `attractor.generate.generate`."""
-        tokens = torch.from_numpy(self._tokens(prompt))[None].to(self.device)
-        written = tokens[0].tolist() + [int(token) for token in generate(self.model, tokens, **options)]
-        return cast(Tokenizer, self.tokenizer).decode(written)
+        tokens = self._tokens(prompt)
+        return continued(self.model, cast(Tokenizer, self.tokenizer), tokens, **options)
 
     def perplexity(self, text: Text) -> float:
         """Return the perplexity of a text of two tokens or more; nothing is learned from it."""

@@ -27,7 +27,7 @@ from attractor.demo.report import TITLES, comparison, learned, render, specialis
 from attractor.demo.story import is_right, tell
 from attractor.evaluate import evaluate, routing
 from attractor.files import read_jsonl
-from attractor.generate import generate
+from attractor.generate import continued
 from attractor.measure import one_of_several, train_and_measure
 from attractor.model import GPT
 from attractor.results import write_result
@@ -96,7 +96,10 @@ def run(
         "routing": routing_health(models["apn"], dataset),
         "adaptation": adapted,
         "sampling": {"prompt": prompt, **SAMPLING},
-        "samples": {name: continued(prompt, model, dataset) for name, model in models.items()},
+        "samples": {
+            name: continued(model, dataset.tokenizer, dataset.tokenizer.encode(prompt), **SAMPLING)
+            for name, model in models.items()
+        },
     }
     write_result(out / "demo.json", values)
     result = json.loads((out / "demo.json").read_text())
@@ -195,13 +198,6 @@ def favourites(
         (tokenizer.decode([int(token[patch])]), float(shares[patch])) if most[patch] else None
         for patch in range(num_patches)
     ]
-
-
-def continued(prompt: str, model: GPT, dataset: Dataset) -> str:
-    """The prompt and what the model makes of it."""
-    tokens = torch.from_numpy(dataset.tokenizer.encode(prompt))[None]
-    written = tokens[0].tolist() + [int(token) for token in generate(model, tokens, **SAMPLING)]
-    return dataset.tokenizer.decode(written)
 
 
 def story_lines(result: dict[str, Any]) -> str:
