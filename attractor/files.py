@@ -25,7 +25,7 @@ def write_file(path: Path, fill: Callable[[Path], object]) -> None:
     partial = path.with_name(f".partial-{path.name}-{os.getpid()}")
     try:
         fill(partial)
-        _flush(partial)
+        flush(partial)
         os.replace(partial, path)
     except BaseException:
         partial.unlink(missing_ok=True)
@@ -97,6 +97,11 @@ def sha256_of(path: Path) -> str:
         return "missing"
 
 
+def digest_of(fields: Mapping[str, Any]) -> str:
+    """The hash of what JSON can hold, in whatever order it is."""
+    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+
+
 def write_folder(target: Path, fill: Callable[[Path], None], *, hashed: bool = True) -> None:
     """Call `fill` with an empty folder, flush what it wrote, and make it appear as `target`.
 
@@ -122,7 +127,7 @@ def replace_folder(partial: Path, target: Path) -> None:
     """Flush a folder and its files, and make it appear as `target`; what was there goes only then."""
     recover_folder(target)
     for path in [*partial.iterdir(), partial]:
-        _flush(path)
+        flush(path)
     replaced = _replaced(target)
     if target.exists():  # it comes back, should we be killed before the next line is done
         os.rename(target, replaced)
@@ -134,7 +139,7 @@ def replace_folder(partial: Path, target: Path) -> None:
         raise
     if replaced.exists():
         remove_folder(replaced)
-    _flush(target.parent)
+    flush(target.parent)
 
 
 def recover_folder(target: Path) -> None:
@@ -157,7 +162,8 @@ def _replaced(target: Path) -> Path:
     return target.with_name(f".replaced-{target.name}")
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Have a file or a folder on the disk before this returns."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -175,7 +181,7 @@ def finite(values: Any) -> Any:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """As `json.loads`, whose errors are ValueErrors; one for text that is nested too deeply, too."""
+    """Read JSON. Every error is a ValueError, also that of text that is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError:

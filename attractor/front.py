@@ -32,6 +32,7 @@ from attractor.files import check_hashes, parse_json, recover_folder
 from attractor.generate import generate
 from attractor.lm import mode
 from attractor.model import GPT, MODEL_TYPE
+from attractor.tokenizer import Detokenizer
 from attractor.tokenizer import load as load_tokenizer
 
 BASE = "base.json"
@@ -161,15 +162,11 @@ class Model:
 
     def stream(self, prompt: str, *, max_tokens: int = 40, **settings: Any) -> Iterator[str]:
         """The same, piece by piece as it is written; `settings` are those of `generate`."""
-        written: list[int] = []
-        shown = ""
+        pieces = Detokenizer(self.tokenizer)
         for token in self._write(prompt, max_tokens, **{"temperature": 0.0, **settings}):
-            written.append(token)
-            text = self.tokenizer.decode(written)
-            if not text.endswith("\ufffd"):  # a character may take several tokens
-                yield text[len(shown) :]
-                shown = text
-        if rest := self.tokenizer.decode(written)[len(shown) :] if written else "":
+            if text := pieces.push(token)[0]:
+                yield text
+        if rest := pieces.finish()[0]:
             yield rest
 
     def ask(self, question: str, *, max_tokens: int = 60) -> str:

@@ -4,12 +4,15 @@ for token in generate(model, prompt_tokens, max_tokens=200, temperature=0.8, top
 """
 
 from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from attractor.config import check_number, check_size
 from attractor.lm import LanguageModel, mode
+from attractor.tokenizer import Tokenizer
 
 
 def generate(
@@ -35,6 +38,13 @@ def generate(
     random = torch.Generator(prompt.device)
     random.seed() if seed is None else random.manual_seed(seed)
     return _generate(model, prompt, max_tokens, temperature, top_k, top_p, random)
+
+
+def continued(model: LanguageModel, tokenizer: Tokenizer, prompt: np.ndarray, **options: Any) -> str:
+    """A prompt, given as its tokens, and what the model writes after it; options are those of `generate`."""
+    tokens = torch.as_tensor(prompt)[None].to(model.device)
+    written = [int(token) for token in generate(model, tokens, **options)]
+    return tokenizer.decode(tokens[0].tolist() + written)
 
 
 def check_settings(max_tokens: int, temperature: float, top_k: int | None, top_p: float | None) -> None:

@@ -307,8 +307,8 @@ class APN(nn.Module):
             confidence=output.confidence.reshape(leading),
             balance=ops.balance_loss(tokens, self._banks()[0], **self._router()),
             entropy=token_entropy.sum() / routed,
-            update_norm=_length(output.update).reshape(leading),
-            input_norm=_length(x),
+            update_norm=length(output.update).reshape(leading),
+            input_norm=length(x),
             num_patches=self.num_patches,
         )
         return update, stats
@@ -601,7 +601,7 @@ def _as_many_parameters(
     return best
 
 
-def _length(x: Tensor) -> Tensor:
+def length(x: Tensor) -> Tensor:
     """|x| for monitoring: in float32 at least, because float16 overflows where a spike should show."""
     return torch.linalg.vector_norm(ops.routing_precision(x.detach()), dim=-1)
 

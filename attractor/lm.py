@@ -93,3 +93,14 @@ def mode(module: nn.Module | LanguageModel, *, training: bool) -> Iterator[None]
     finally:
         for part, was_training in before:
             part.training = was_training
+
+
+@contextmanager
+def inputs_of(layer: nn.Module) -> Iterator[list[Tensor]]:
+    """What a layer is given in each call of it meanwhile, without its gradients."""
+    seen: list[Tensor] = []
+    hook = layer.register_forward_pre_hook(lambda _, given: seen.append(given[0].detach()))
+    try:
+        yield seen
+    finally:
+        hook.remove()

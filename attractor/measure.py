@@ -74,6 +74,11 @@ def train_and_measure(
     }
 
 
+def one_of_several(report: Report, doing: str, *, before: int) -> Report:
+    """A report of one training of several: what is done, and how many steps of all are."""
+    return lambda record: report({**record, "doing": doing, "done": before + record["step"]})
+
+
 def compare(
     dense: RunConfig,
     dataset: Dataset,
@@ -100,10 +105,7 @@ def compare(
     models = {"dense": dense, "APN": presets.with_apn(dense, sized)}
     results = {}
     for number, (name, config) in enumerate(models.items()):
-
-        def tell(record: dict[str, Any], name: str = name, before: int = number * steps) -> None:
-            report({**record, "doing": name, "done": before + record["step"]})
-
+        tell = one_of_several(report, name, before=number * steps)
         place = folder / (name if name == "dense" else f"{name}-{by}")
         measured = train_and_measure(config, dataset, place, sampled_batches=1, device=device, report=tell)
         speed = measured["tokens_per_second"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attractor.config import FFNName, MoEConfig, check_probability, check_size
-from attractor.layer import RoutingStats
+from attractor.layer import RoutingStats, length
 from attractor.ops import routing_precision
 from attractor.ops.reference import without_autocast
 
@@ -93,8 +93,8 @@ class MoE(nn.Module):
                 confidence=routed.logits.amax(-1).reshape(leading),
                 balance=self._balance(routed),
                 entropy=self._entropy(routed),
-                update_norm=_length(mixed).reshape(leading),
-                input_norm=_length(x),
+                update_norm=length(mixed).reshape(leading),
+                input_norm=length(x),
                 num_patches=self.config.num_experts,
             )
         return update, stats
@@ -246,7 +246,3 @@ def _squared_variation(totals: Tensor) -> Tensor:
 def _mean_entropy(shares: Tensor) -> Tensor:
     """Mean entropy of the rows in nats, with 0 log 0 = 0; 0 when there are none."""
     return -(shares * shares.masked_fill(shares == 0, 1).log()).sum() / max(1, len(shares))
-
-
-def _length(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(routing_precision(x.detach()), dim=-1)

@@ -19,10 +19,12 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from attractor.config import check_choice
-from attractor.files import parse_json
+from attractor.files import digest_of, parse_json
 
 SCHEMA_VERSION = 1
 DEFAULT_BPE_VOCAB_SIZE = 4096
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what decoders write for a character that is cut
+MOST_HELD = 16  # tokens at most that wait for the rest of a character
 SLICE = 1 << 18  # characters per call into the BPE library, which keeps some hundred bytes for each
 
 logger = logging.getLogger("attractor")
@@ -64,7 +66,7 @@ class Tokenizer(ABC):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write it as JSON, with a digest by which damage is known."""
         fields = json.loads(self.to_json())
-        text = json.dumps({**fields, "digest": _digest(fields)}, indent=1)
+        text = json.dumps({**fields, "digest": digest_of(fields)}, indent=1)
         Path(path).write_text(text + "\n", encoding="utf-8")
 
     def __eq__(self, other: object) -> bool:
@@ -270,6 +272,40 @@ class PretrainedTokenizer(LibraryTokenizer):
         return np.array(self._tokenizer.encode(_check_text(text), add_special_tokens=False).ids, np.int64)
 
 
+class Detokenizer:
+    """Turns tokens into pieces of text, each with the number of its tokens.
+
+    The pieces joined are the text of all tokens together. A token may end within a character; then the last
+    tokens, three at most, are held until it is whole. The tokens of the last piece stay as context, because
+    some tokenizers write the first token of a text differently.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._decode = tokenizer.decode
+        self._context: list[int] = []
+        self._held: list[int] = []
+
+    def push(self, token: int) -> tuple[str, int]:
+        self._held.append(token)
+        text = self._decode(self._context + self._held)
+        if not text.endswith(UNFINISHED) or len(self._held) > MOST_HELD:
+            return self.finish()
+        for count in range(min(3, len(self._held)), 0, -1):
+            head, tail = self._held[:-count], self._held[-count:]
+            if self._decode(self._context + head) + self._decode(tail) == text:
+                return self._release(len(head))
+        return "", 0
+
+    def finish(self) -> tuple[str, int]:
+        return self._release(len(self._held))
+
+    def _release(self, count: int) -> tuple[str, int]:
+        now, self._held = self._held[:count], self._held[count:]
+        text = self._decode(self._context + now)[len(self._decode(self._context)) :] if now else ""
+        self._context = now if text else self._context
+        return text, count
+
+
 TOKENIZERS: dict[str, type[CharTokenizer] | type[ByteTokenizer] | type[BPETokenizer]] = {
     tokenizer.kind: tokenizer for tokenizer in (CharTokenizer, ByteTokenizer, BPETokenizer)
 }
@@ -323,7 +359,7 @@ def from_json(text: str) -> Tokenizer:
     if not isinstance(fields, dict):
         raise ValueError(f"not a tokenizer: expected a JSON object, got {type(fields).__name__}")
     digest = fields.pop("digest", None)
-    if digest is not None and digest != _digest(fields):
+    if digest is not None and digest != digest_of(fields):
         raise ValueError("it is not what was saved: its digest differs")
     version, kind = fields.pop("schema_version", None), fields.pop("kind", None)
     if version != SCHEMA_VERSION:
@@ -348,10 +384,6 @@ def describe(dropped: Counter[str], limit: int = 8) -> str:
     shown = ", ".join(f"{character!a} x {count}" for character, count in dropped.most_common(limit))
     more = f" and {len(dropped) - limit} more kinds" if len(dropped) > limit else ""
     return f"{dropped.total()} ({shown}{more})"
-
-
-def _digest(fields: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
 def _library() -> Any:

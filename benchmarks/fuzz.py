@@ -47,7 +47,7 @@ from attractor.continual.config import GuardConfig, LearnConfig, LessonConfig, U
 from attractor.continual.delta import Delta
 from attractor.continual.overlay import Overlay
 from attractor.data import Dataset, prepare
-from attractor.files import HASHES, sha256_of, write_folder
+from attractor.files import HASHES, digest_of, sha256_of, write_folder
 from attractor.hf import teachable
 from attractor.hf.gpt import GPTForCausalLM
 from attractor.hf.net import load_retrofit, retrofit
@@ -465,7 +465,7 @@ def places_in(content: Any) -> Iterator[tuple[Any, Any]]:
 
 def make_fit(folder: Path) -> None:
     """Write the hashes that belong to what is there now, as a person would who wants it to be read."""
-    from attractor.hf.files import CONFIG, WEIGHTS, _digest
+    from attractor.hf.files import CONFIG, WEIGHTS
 
     def rewrite(path: Path, change: Callable[[dict[str, Any], Path], object]) -> None:
         with contextlib.suppress(Exception):  # what cannot be parsed stays as it is
@@ -475,7 +475,7 @@ def make_fit(folder: Path) -> None:
 
     def of_tokenizer(own: dict[str, Any], place: Path) -> None:
         if {"kind", "digest"} <= own.keys():
-            own["digest"] = tokenizer._digest({name: own[name] for name in own if name != "digest"})
+            own["digest"] = digest_of({name: own[name] for name in own if name != "digest"})
 
     def of_overlay(own: dict[str, Any], place: Path) -> None:
         own["sha256"] = sha256_of(place / "overlay.safetensors")
@@ -498,8 +498,8 @@ def make_fit(folder: Path) -> None:
             own = json.loads(path.read_text())
             own.pop("digest", None)
             own["tensors"] = tensors_hash(tensors)
-            path.write_text(json.dumps({**own, "digest": _digest(own)}))
-            about = {"format": "pt", "base": str(own["base"]["weights"]), "digest": _digest(own)}
+            path.write_text(json.dumps({**own, "digest": digest_of(own)}))
+            about = {"format": "pt", "base": str(own["base"]["weights"]), "digest": digest_of(own)}
             save_file(tensors, path.with_name(WEIGHTS), about)
     for path in sorted(folder.rglob(HASHES), key=lambda path: -len(path.parts)):
         rewrite(path, of_folder)

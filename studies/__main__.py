@@ -104,7 +104,7 @@ class Table2(Study):
     out: Path = Path("runs/table2")
     """Gets both models and one JSON per row; what is finished is not done again."""
     seed: int = 0
-    """Of the batches of B; both models are trained with the seed of their preset."""
+    """The seed of the batches of B; both models are trained with the seed of their preset."""
 
     def run(self) -> None:
         distributed.parse_device(self.device)
@@ -187,7 +187,7 @@ class Forgetting(Grid):
     """What the guard promises, what it costs, and how far overlays can adapt."""
 
     seed: int = 0
-    """Of the models and of the batches."""
+    """The seed of the models and of the batches."""
 
     def measure(self, bench: Benchmark, result: Path) -> None:
         forgetting.run(bench, result, seed=self.seed)
@@ -257,13 +257,13 @@ class Retrofit(Cells):
     size: retrofit.Size = "smoke"
     """"smoke": a few steps on a CPU, no conclusions. "full": one GPU, ten minutes."""
     model: str = "smollm2-135m"
-    """As for `attractor retrofit`; a Llama-like one, for LoRA names its FFN's matrices."""
+    """The model, named as for `attractor retrofit`; a Llama-like one, for LoRA names its FFN's matrices."""
     domain: tuple[str, ...] = ()
     """NAME=FILE: what to learn (default: the First Folio)."""
     retain: tuple[str, ...] = ()
     """NAME=FILE: what must not be forgotten (default: the King James Bible and Python)."""
     seed: int = 0
-    """Of the batches, and of what is new in a model."""
+    """The seed of the batches, and of what is new in a model."""
 
     def run(self) -> None:
         out = self.out or Path(f"runs/retrofit-{self.size}")

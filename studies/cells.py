@@ -210,7 +210,7 @@ class Benchmark:
     def stream(
         self, method: str, order: Sequence[str], seed: int, rate: float, horizon: int | None = None
     ) -> Cells:
-        """With a horizon (`LearnConfig.rate_horizon`) the rate falls."""
+        """The cells of a stream; with a horizon (`LearnConfig.rate_horizon`) the rate falls."""
         base = f"{streams.LEARNERS[method]}-{order[0]}-{seed}"
         settings: Settings = {"order": list(order), "method": method, "rate": rate, "seed": seed}
         named = f"{slug(method)}-{rate:g}"

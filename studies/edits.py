@@ -23,17 +23,13 @@ Where tyro is missing, `python -c "from studies import edits; edits.main()"` tak
 
 import argparse
 import json
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from attractor.results import write_result
-from studies.facts_cells import add_options, add_verbs, complete, parser_of, rates, sum_up
-from studies.facts_editors import Grace
-from studies.facts_ground import Ground
-from studies.facts_methods import Basins, Retrieval, method
+from studies.facts_cells import carry_out, parser_of
+from studies.facts_ground import Course, Ground
+from studies.facts_methods import Retrieval
 from studies.facts_world import GRAMMARS, KINDS, Item, Lesson, World
 
 PARAPHRASES = [(kind, number) for kind in ("sentence", "question") for number in (0, 1)]
@@ -117,28 +113,19 @@ def parts(values: Sequence[Any], size: int) -> list[Sequence[Any]]:
 
 def run(given: argparse.Namespace) -> None:
     """One method with one seed."""
-    begun = time.perf_counter()
     study = Edits(given)
     original, background = study.writes(Retrieval(study.model)), study.background()
-    learner = method(given, study.model, study.encode, study.free, study.old, study.autocast)
-    seconds: list[float] = []
+    course = Course(study, "edits")
+    learner, result = course.learner, course.result
     done = 0
-    for number, lessons in enumerate(parts(study.lessons(), given.at_once)):
-        if time.perf_counter() - begun > 60 * given.minutes:
-            print(f"the time is over after {done} edits: they are measured now", flush=True)
-            break
-        start = time.perf_counter()
-        learner.learn(lessons, given.seed * 1_000_000 + number)
-        if given.device == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
+    for number, lessons in course.pieces(
+        parts(study.lessons(), given.at_once), f"times {given.at_once} edits"
+    ):
+        course.learn(lessons, given.seed * 1_000_000 + number)
         done += len(lessons)
     study.edits = study.edits[:done]
-    settings = {k: v for k, v in vars(given).items() if k not in ("result", "texts", "verb")}
-    result: dict[str, Any] = {
-        "experiment": "edits",
-        "settings": settings,
-        "sha256 of the texts": study.sha256,
+    seconds = [row["seconds"] for row in course.rows]
+    result |= {
         "original": {"background": background},
         "edits": done,
         "bytes per edit": learner.bytes() / done,
@@ -149,9 +136,8 @@ def run(given: argparse.Namespace) -> None:
         ],
         "after": study.measure(learner, original),
         "rise": study.rises(learner, background),
+        **study.identical(learner),
     }
-    if isinstance(learner, Basins | Grace):
-        result["identical windows"] = study.identical(learner)
     write_result(given.result, result)
     print(json.dumps({name: result[name] for name in ("edits per second", "after", "rise")}, indent=1))
 
@@ -173,9 +159,7 @@ FIGURES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser, verbs = parser_of("edits", __doc__)
-    one = verbs.add_parser("run", help="teach one method and measure it")
-    add_options(one)
+    parser, _, one = parser_of("edits", __doc__)
     one.add_argument("--grammar", choices=GRAMMARS, default=GRAMMARS[-1])
     one.add_argument("--edits", type=int, default=1000)
     one.add_argument("--at-once", type=int, default=1, help="edits that are taught together")
@@ -183,13 +167,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--prompts", type=int, default=200, help="at most, of each kind that locality is asked by"
     )
     one.add_argument("--small", action="store_true", help=f"see that it runs: {SMALL}")
-    add_verbs(verbs)
-    given = parser.parse_args(arguments)
-    if given.verb == "rates":
-        return rates(given, score)
-    if given.verb == "sum":
-        return sum_up(given, "edits", FIGURES)
-    if given.small:
-        vars(given).update(SMALL)
-    complete(given)
-    run(given)
+    carry_out(parser.parse_args(arguments), "edits", run, score, FIGURES, SMALL)

@@ -22,11 +22,10 @@ from torch import Tensor, nn
 
 from attractor.continual.guard import Guard
 from attractor.results import write_result
-from studies.facts_cells import add_options, add_verbs, complete, parser_of, rates, sum_up
-from studies.facts_editors import Grace
-from studies.facts_ground import WINDOW, Call, Ground
-from studies.facts_methods import Basins, method
-from studies.facts_world import FORMS, GRAMMARS, Item, World
+from studies.facts_cells import carry_out, parser_of
+from studies.facts_ground import WINDOW, Call, Course, Ground
+from studies.facts_methods import Basins
+from studies.facts_world import FORMS, GRAMMARS, Item, Lesson, World
 
 TAIL = ". The weather was fine that day, and many people went to the market to buy fruit and bread."
 """What may follow a fact: text that the model should go on to predict as before."""
@@ -128,43 +127,27 @@ class Study(Ground):
 
 def run(given: argparse.Namespace) -> None:
     """One method with one seed; the result is written after every measurement."""
-    begun = time.perf_counter()
     study = Study(given)
     before = study.original()
-    started = time.perf_counter()
     told = given.method == "retrieval"
-    learner = method(given, study.model, study.encode, study.free, study.old, study.autocast, compiled=True)
-    prepared = time.perf_counter() - started
-    history: list[dict[str, Any]] = []
-    named = {name: value for name, value in vars(given).items() if name not in ("result", "texts", "verb")}
-    result: dict[str, Any] = {
-        "experiment": "facts",
-        "settings": named,
-        "sha256 of the texts": study.sha256,
-        "windows to replay": len(study.old),
-        "original": before,
-        "chunks": history,
-    }
+    course = Course(study, "facts", compiled=True)
+    learner, history = course.learner, course.rows
+    result = course.result
+    result |= {"windows to replay": len(study.old), "original": before, "chunks": history}
 
-    def learn(name: str, lessons: Any) -> None:
-        start = time.perf_counter()
-        row = {"name": name, **learner.learn(lessons, given.seed * 1000 + len(history))}
-        if given.device == "cuda":
-            torch.cuda.synchronize()
-        history.append(row | {"seconds": time.perf_counter() - start, "facts": sum(map(len, lessons)) / 3})
-        print(json.dumps(history[-1]), flush=True)
+    def learn(name: str, lessons: Sequence[Lesson]) -> None:
+        seed = given.seed * 1000 + len(history)
+        row = course.learn(lessons, seed, name=name, facts=sum(map(len, lessons)) / 3)
+        print(json.dumps(row), flush=True)
 
     chunks = 0
-    for chunk in range(given.chunks):
-        if chunk > 1 and time.perf_counter() - begun > 60 * given.minutes:
-            print(f"the time is over after {chunk} chunks: they are measured now", flush=True)
-            break
+    for chunk, _ in course.pieces(range(given.chunks), "chunks"):
         learn(f"chunk {chunk}", study.world.lessons(chunk))
         chunks += 1
     learn("revisions", study.world.revisions())
     taught = sum(row["facts"] for row in history)
     result |= {
-        "prepared in": prepared,
+        "prepared in": course.prepared_in,
         "facts": taught,
         "bytes per fact": learner.bytes() / taught,
         "facts per second": taught / sum(row["seconds"] for row in history),
@@ -172,12 +155,10 @@ def run(given: argparse.Namespace) -> None:
         "after": study.measure(learner, chunks, before, told=told),
     }
     write_result(given.result, result)
-    if isinstance(learner, Grace):
-        result["identical windows"] = study.identical(learner)
+    result |= study.identical(learner)
     if isinstance(learner, Basins):
         touched = learner.lessons.calibration.touched(learner.lessons.layer)
         result |= {
-            "identical windows": study.identical(learner),
             "untouched namesakes": study.namesakes_untouched(learner, chunks),
             "held out": vars(touched),
             "lesson": learner.lessons.config.to_dict(),
@@ -194,7 +175,7 @@ def run(given: argparse.Namespace) -> None:
     result["capitals"] = study.capitals(learner, told=told) | {"rise": rise}
     write_result(given.result, result)
     print(json.dumps({k: v for k, v in result["after"].items() if k != "by chunk"}, indent=1))
-    print(f"{time.perf_counter() - begun:.0f} s in all")
+    print(f"{time.perf_counter() - study.begun:.0f} s in all")
 
 
 def passes_to(row: dict[str, Any], share: float) -> int | None:
@@ -231,17 +212,8 @@ FIGURES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser, verbs = parser_of("facts", __doc__)
-    one = verbs.add_parser("run", help="teach one method and measure it")
-    add_options(one)
+    parser, _, one = parser_of("facts", __doc__)
     one.add_argument("--grammar", choices=GRAMMARS, default=GRAMMARS[-1])
     one.add_argument("--chunks", type=int, default=20)
     one.add_argument("--no-guard", dest="guard", action="store_false", help="do not measure behind the guard")
-    add_verbs(verbs)
-    given = parser.parse_args(arguments)
-    if given.verb == "rates":
-        return rates(given, score)
-    if given.verb == "sum":
-        return sum_up(given, "facts", FIGURES)
-    complete(given)
-    run(given)
+    carry_out(parser.parse_args(arguments), "facts", run, score, FIGURES)

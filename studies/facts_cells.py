@@ -20,14 +20,44 @@ Figures = Mapping[str, Sequence[str]]
 """Where each figure stands in a cell."""
 
 
-def parser_of(study: str, about: str | None) -> tuple[argparse.ArgumentParser, Any]:
-    """The parser of a study with verbs, and its verbs; its help is the study's own text."""
+def parser_of(study: str, about: str | None) -> tuple[argparse.ArgumentParser, Any, argparse.ArgumentParser]:
+    """The parser of a study, whose help is the study's own text; its verbs, and the parser of `run`.
+
+    The verbs are `run`, `rates` and `sum`, which are alike in every study.
+    """
     parser = argparse.ArgumentParser(
         prog=f"python -m studies {study}",
         description=about,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    return parser, parser.add_subparsers(dest="verb", required=True)
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    one = verbs.add_parser("run", help="teach one method and measure it")
+    add_options(one)
+    best = verbs.add_parser("rates", help="choose each method's rate")
+    best.add_argument("cells", type=Path, nargs="+")
+    total = verbs.add_parser("sum", help="sum up the cells of several seeds and methods")
+    total.add_argument("cells", type=Path, nargs="+")
+    total.add_argument("--result", type=Path, required=True)
+    return parser, verbs, one
+
+
+def carry_out(
+    given: argparse.Namespace,
+    experiment: str,
+    run: Callable[[argparse.Namespace], None],
+    score: Callable[[Cell], float],
+    figures: Figures,
+    small: Mapping[str, Any] | None = None,
+) -> None:
+    """Do what was asked for; `small` is what the option of this name makes of others."""
+    if given.verb == "rates":
+        return rates(given, score)
+    if given.verb == "sum":
+        return sum_up(given, experiment, figures)
+    if small is not None and given.small:
+        vars(given).update(small)
+    complete(given)
+    run(given)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -46,15 +76,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--minutes", type=float, default=math.inf, help="teach no new chunk after so long")
     parser.add_argument("--result", type=Path, required=True)
-
-
-def add_verbs(verbs: Any) -> None:
-    """`rates` and `sum`, which are alike in every study."""
-    best = verbs.add_parser("rates", help="choose each method's rate")
-    best.add_argument("cells", type=Path, nargs="+")
-    total = verbs.add_parser("sum", help="sum up the cells of several seeds and methods")
-    total.add_argument("cells", type=Path, nargs="+")
-    total.add_argument("--result", type=Path, required=True)
 
 
 def complete(given: argparse.Namespace) -> None:

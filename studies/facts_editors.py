@@ -49,7 +49,7 @@ class Editor:
         return self.tuned(tokens).logits
 
     def parts(self, texts: Sequence[Text]) -> Iterator[list[int]]:
-        """So many texts at once as are read at once, of similar lengths."""
+        """Texts of similar lengths, as many as are read at once."""
         order = sorted(range(len(texts)), key=lambda number: len(texts[number].tokens))
         for start in range(0, len(order), self.config.rows):
             yield order[start : start + self.config.rows]

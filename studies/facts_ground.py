@@ -1,11 +1,19 @@
-"""What every study of facts stands on: a pretrained model, background text, and what is measured of both."""
+"""What every study of facts stands on: a pretrained model, background text, and what is measured of both.
+
+ground = Ground(given)
+course = Course(ground, experiment="facts")
+for number, lessons in course.pieces(all_lessons, "chunks"):
+    course.learn(lessons, seed=number)
+course.result | {"rise": ground.rises(course.learner, ground.background())}
+"""
 
 import argparse
 import hashlib
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,8 +22,9 @@ from torch.nn import functional as F
 from attractor.hf.halves import likeliest
 from attractor.hf.pretrained import load_pretrained
 from attractor.hf.teachable import cut
-from studies.facts_methods import Basins
-from studies.facts_world import Item
+from studies.facts_editors import Grace
+from studies.facts_methods import Basins, method
+from studies.facts_world import Item, Lesson
 
 WINDOW = 256
 BACKGROUNDS = ("wikitext2_test", "austen", "python_stdlib", "german_law")
@@ -23,7 +32,10 @@ CHARACTERS = 1_200_000
 """So much of each text is read. The windows that are measured come first, then those to calibrate by; replay
 and KL draw from all that are not measured. Few of them would be learned by heart."""
 
+PLACES = ("result", "texts", "data", "verb")
+"""What a cell does not say of its command line: where files are."""
 Call = Callable[[Tensor], Tensor]
+Piece = TypeVar("Piece")
 
 
 class Reader:
@@ -105,6 +117,7 @@ class Ground:
 
     def __init__(self, given: argparse.Namespace) -> None:
         self.given, self.device = given, given.device
+        self.begun = time.perf_counter()
         if absent := [name for name in BACKGROUNDS if not (given.texts / f"{name}.txt").is_file()]:
             raise ValueError(f"--texts {given.texts} has no {absent[0]}.txt; it must hold {BACKGROUNDS}")
         torch.manual_seed(given.seed)
@@ -138,7 +151,7 @@ class Ground:
         }
 
     def rises(self, call: Call, before: dict[str, list[float]]) -> dict[str, float]:
-        """By what share the perplexity of each background text rose."""
+        """The share by which the perplexity of each background text rose."""
         return {
             name: rise([nats for nats, _ in self.reader.background(call, rows)], before[name])
             for name, rows in self.measured.items()
@@ -155,8 +168,10 @@ class Ground:
 
         return base
 
-    def identical(self, learner: Any) -> dict[str, float]:
-        """The share of background windows that are the base's to the bit."""
+    def identical(self, learner: Any) -> dict[str, Any]:
+        """The share of background windows that are the base's to the bit, where any can be."""
+        if not isinstance(learner, Basins | Grace):
+            return {}
         found = {}
         for name, rows in self.measured.items():
             same = 0
@@ -167,7 +182,44 @@ class Ground:
                 )
                 same += sum(torch.equal(a, b) for a, b in zip(now, was, strict=True))
             found[name] = same / len(rows)
-        return found
+        return {"identical windows": found}
+
+
+class Course:
+    """A method that is taught piece by piece, a row for each, and how the result of it all begins."""
+
+    def __init__(self, ground: Ground, experiment: str, **options: Any) -> None:
+        """`options` are for `method`: what it is besides what the command line says."""
+        self.ground, self.given = ground, ground.given
+        started = time.perf_counter()
+        own = ground.model, ground.encode, ground.free, ground.old, ground.autocast
+        self.learner = method(self.given, *own, **options)
+        self.prepared_in = time.perf_counter() - started
+        self.rows: list[dict[str, Any]] = []
+        self.result: dict[str, Any] = {
+            "experiment": experiment,
+            "settings": {name: value for name, value in vars(self.given).items() if name not in PLACES},
+            "sha256 of the texts": ground.sha256,
+        }
+
+    def pieces(self, pieces: Sequence[Piece], what: str) -> Iterator[tuple[int, Piece]]:
+        """Pieces with their numbers, until the time is over; the first two are given in any case."""
+        for number, piece in enumerate(pieces):
+            if number > 1 and time.perf_counter() - self.ground.begun > 60 * self.given.minutes:
+                print(f"the time is over after {number} {what}: they are measured now", flush=True)
+                return
+            yield number, piece
+
+    def learn(
+        self, lessons: Sequence[Lesson], seed: int, subjects: Sequence[str] | None = None, **about: Any
+    ) -> dict[str, Any]:
+        """Teach a piece; its row has what is said `about` it, too."""
+        started = time.perf_counter()
+        learned = self.learner.learn(lessons, seed, subjects)
+        if self.given.device == "cuda":
+            torch.cuda.synchronize()
+        self.rows.append({**about, **learned, "seconds": time.perf_counter() - started})
+        return self.rows[-1]
 
 
 def batches(lengths: Sequence[int], most: int = 8192) -> Iterator[list[int]]:
@@ -189,5 +241,5 @@ def shuffled(parts: Sequence[Tensor]) -> Tensor:
 
 
 def rise(after: Sequence[float], before: Sequence[float]) -> float:
-    """By what share perplexity rose."""
+    """The share by which perplexity rose."""
     return math.exp(sum(after) / len(after) - sum(before) / len(before)) - 1

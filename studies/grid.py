@@ -58,7 +58,7 @@ class OtherSettings(ValueError):
 
 
 def ask(cells: Mapping[str, Settings]) -> Inquiry[dict[str, Values]]:
-    """For these cells, and nothing else."""
+    """Ask for these cells, and nothing else."""
     return (yield cells)
 
 

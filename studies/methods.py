@@ -50,7 +50,7 @@ class Situation:
 
     @property
     def memory(self) -> Batch:
-        """Of all domains, in a random order."""
+        """Sequences of all domains, in a random order."""
         inputs, targets = (torch.cat([batch[part] for batch in self.by_domain]) for part in (0, 1))
         order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(self.seed))
         order = order.to(inputs.device)

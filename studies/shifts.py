@@ -202,7 +202,7 @@ def _mean_loss(part: dict[str, Any], names: Sequence[str]) -> float:
 
 
 def _ppl(losses: Iterable[float]) -> float:
-    """Of the mean loss over seeds."""
+    """The perplexity of the mean loss over seeds."""
     return math.exp(mean(losses))
 
 

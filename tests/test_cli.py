@@ -11,11 +11,13 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 import attractor
 from attractor import cli, presets
+from attractor.cli import common
 from attractor.version import __version__
 
 FAST = shlex.split(
@@ -231,10 +233,15 @@ def fields_without_words(path):
         ):
             for one, after in itertools.pairwise([*found.body, None]):
                 is_field = isinstance(one, ast.AnnAssign) and not re.search(
-                    "Config|Rules|Limits|Suppress|Overlay", ast.unparse(one)
+                    "Config|Rules|Limits|Suppress|Overlay|: (Device|JSONFile|AnyModel)\\b", ast.unparse(one)
                 )
                 if is_field and not (isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)):
                     yield f"{found.name}.{ast.unparse(one.target)}"
+
+
+@pytest.mark.parametrize("kind", [common.Device, common.JSONFile, common.AnyModel])
+def test_options_that_are_spelled_once_say_what_they_are(kind):
+    assert any(getattr(each, "help", None) for each in get_args(kind)[1:])
 
 
 @pytest.mark.parametrize("path", ["config.py", "continual/config.py", "serve/config.py", "cli/*.py"])

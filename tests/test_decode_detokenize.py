@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attractor.serve.decode.sequences import GeneratedToken
-from attractor.serve.decode.stream import Detokenizer, StopStrings, TextDecoder
-from attractor.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, PretrainedTokenizer
+from attractor.serve.decode.stream import StopStrings, TextDecoder
+from attractor.tokenizer import BPETokenizer, ByteTokenizer, CharTokenizer, Detokenizer, PretrainedTokenizer
 
 BYTES = ByteTokenizer()
 # Bytes that begin, go on with and end characters of every length, more often than chance would have them.

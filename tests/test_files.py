@@ -22,11 +22,11 @@ def fail(*_):
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("moment", ["fill", "_flush", "replace"])
+@pytest.mark.parametrize("moment", ["fill", "flush", "replace"])
 def test_a_file_that_cannot_be_written_stays_what_it_was(tmp_path, monkeypatch, moment):
     path = tmp_path / "new" / "a.txt"
     write_text(path, "old: \N{SNOWMAN}")
-    monkeypatch.setattr(*((os, "replace") if moment == "replace" else (files, "_flush")), fail)
+    monkeypatch.setattr(*((os, "replace") if moment == "replace" else (files, "flush")), fail)
     with pytest.raises(OSError, match="No space left"):
         write_file(path, fail if moment == "fill" else lambda partial: partial.write_text("new"))
     assert [(found.name, found.read_text("utf-8")) for found in path.parent.iterdir()] == [

@@ -17,9 +17,9 @@ from starlette.testclient import TestClient
 from attractor.serve.config import ServeSettings
 from attractor.serve.errors import KeyReused
 from attractor.serve.http import middleware
-from attractor.serve.http.app import create_app
+from attractor.serve.http.app import LogRateLimit, create_app, most_connections
 from attractor.serve.http.auth import add_key
-from attractor.serve.http.connections import LogRateLimit, RateLimit, most_connections
+from attractor.serve.http.middleware import RateLimit
 from attractor.serve.http.schemas import ChatForm, CompletionForm, LearnForm
 from attractor.serve.service import Limits
 

@@ -80,6 +80,7 @@ def test_the_command_teaches_and_saves(folder, text, tmp_path, capsys):
     assert "perplexity of the held-out text" in said
     summary = json.loads((out / "summary.json").read_text())
     assert summary["best"] < summary["before"]
+    assert summary["provenance"]["versions"]["attractor"]
     model, tokenizer = load_pretrained(folder)
     net = attractor.load_retrofit(model, out / "adapter")
     assert net.apn_layers()[1].num_patches == 8

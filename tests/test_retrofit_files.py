@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 import attractor
 from attractor import APNConfig
 from attractor.checkpoint import tensors_hash
+from attractor.files import digest_of
 from attractor.hf import files
 from attractor.hf.card import MODEL_TYPE
 
@@ -195,7 +196,7 @@ def describe(change, signed=True):
         change(described)
         if signed:
             told = {key: value for key, value in described.items() if key != "digest"}
-            described["digest"] = files._digest(told)
+            described["digest"] = digest_of(told)
         (folder / files.CONFIG).write_text(json.dumps(described))
         if signed and isinstance(described.get("base"), dict):
             edit(lambda tensors: None)(folder)

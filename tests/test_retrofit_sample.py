@@ -6,7 +6,7 @@ from families import SMALL, logits, some_tokens, tiny
 
 import attractor
 from attractor import APNConfig
-from attractor.hf.distill import relative_error
+from attractor.hf.build import relative_error
 from attractor.hf.find import find_places
 from attractor.hf.sample import activations, set_prototypes
 

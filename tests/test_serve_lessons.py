@@ -22,7 +22,6 @@ from attractor.serve.decode.engine import Job, Pin
 from attractor.serve.errors import KeyReused, Refused, Unavailable
 from attractor.serve.learning.canaries import BasinCanaries, Rules
 from attractor.serve.learning.catalogue import Said, asked, from_text, pack
-from attractor.serve.learning.catalogue import about as about_in
 from attractor.serve.learning.readers import ReadingLayer
 from attractor.serve.service import Service
 
@@ -430,10 +429,10 @@ def test_lessons_that_make_no_sense_are_told_why() -> None:
         (lambda: asked([f"I met {ANN}"], "Nobody"), "stands in no form"),
         (lambda: asked([("x is", "1"), ("x is", "2")], "x"), "contradicts itself"),
         (lambda: asked(["a\x00b and c", "a\x00b or c"]), "control character"),
-        (lambda: about_in("  ", ANN), "the lesson is empty"),
+        (lambda: from_text("  ", ANN), "the lesson is empty"),
         (lambda: from_text(" "), "the lesson is empty"),
         (lambda: from_text("It rains. He sings."), "give a subject"),
-        (lambda: about_in("He sings.", ANN), "no sentence of the text names"),
+        (lambda: from_text("He sings.", ANN), "no sentence of the text names"),
     ]
     for make, message in wrong:
         with pytest.raises(ValueError, match=message):
@@ -442,7 +441,7 @@ def test_lessons_that_make_no_sense_are_told_why() -> None:
 
 def test_a_document_is_cut_into_the_sentences_that_name_its_subject() -> None:
     text = f"{ANN} sings. He likes it! Does {ANN} dance?\n\nYesterday {ANN} left."
-    lesson = about_in(text, ANN)
+    (lesson,) = from_text(text, ANN)
     assert [answer for _, answer in lesson.forms] == [
         f"{ANN} sings.",
         f"Does {ANN} dance?",

@@ -18,7 +18,7 @@ from stores import AT, Oracle, commit, lesson, opened
 from attractor.continual.delta import Delta
 from attractor.serve.errors import KeyReused
 from attractor.serve.store import Store, backup, show, states, tools, verify
-from attractor.serve.store.store import path_to
+from attractor.serve.store.states import path_to
 
 KINDS = ["lesson"] * 5 + ["drop", "erase", "rollback", "rollback"]
 OPERATIONS = st.tuples(st.sampled_from(KINDS), st.integers(0, 99), st.integers(0, 99))
@@ -380,7 +380,7 @@ def test_large_states_go_in_parts(tmp_path, monkeypatch):
             store.commit("lesson", **lesson(fields={"n": number}, delta=delta))
         expected = store.state_at().sources["kjv"].delta.to_bytes()
         store.snapshot()
-        sizes = store._cache.execute("SELECT length(delta) FROM parts").fetchall()
+        sizes = store._snapshots._database.execute("SELECT length(delta) FROM parts").fetchall()
         assert len(sizes) > 10
         assert max(sizes)[0] < 4500
         assert store.bytes_to_read == 0

@@ -213,7 +213,7 @@ def test_a_crash_while_saving_keeps_the_old_checkpoint(dataset, tmp_path, monkey
     trainer.run()
     before = weights(tmp_path)
     trainer.step = 4
-    for module, broken in ((checkpoint, "save_tensors"), (files, "_flush"), (os, "rename")):
+    for module, broken in ((checkpoint, "save_tensors"), (files, "flush"), (os, "rename")):
         with monkeypatch.context() as patch:
             patch.setattr(module, broken, _disk_full)
             with pytest.raises(OSError, match="No space left"):

@@ -248,6 +248,16 @@ def test_edits_are_taught_one_at_a_time(method, small, tmp_path, monkeypatch):
     edits.main(["rates", str(cell)])
 
 
+def test_a_study_whose_time_is_over_measures_what_it_has_taught(small, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(edits, "KINDS", ["person", "town"])
+    monkeypatch.setattr(facts_world, "KINDS", ["person", "town"])
+    monkeypatch.setattr(edits, "SMALL", {"edits": 6, "at_once": 2, "windows": 4, "prompts": 4})
+    cell = tmp_path / "cell.json"
+    edits.main(arguments(texts=small, device="cpu", method="retrieval", minutes=0, result=cell))
+    assert json.loads(cell.read_text())["edits"] == 4  # the first two pieces are taught in any case
+    assert "the time is over after 2 times 2 edits" in capsys.readouterr().out
+
+
 def test_ten_thousand_edits_are_about_different_things():
     world = facts_world.World(0, 200, facts_world.GRAMMARS[-1])
     names = [name for chunk in world.chunks for name, _, _ in chunk]

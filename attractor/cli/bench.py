@@ -14,7 +14,6 @@ class BenchLayer:
     """Time the layer beside the dense FFN, an adapter and an MoE: forward, backward, memory."""
 
     device: Device = None
-    """cpu, cuda, cuda:1, ..."""
     dtype: Annotated[
         Literal["bfloat16", "float16", "float32"] | None,
         otherwise("bfloat16 on a GPU, float32 on a CPU", "NAME"),
@@ -25,7 +24,6 @@ class BenchLayer:
     rounds: int = 1
     """Take turns this often and give medians; 3 or more on a machine that does other work."""
     json: JSONFile = None
-    """The file that the JSON is written to."""
 
     def run(self) -> None:
         from attractor import bench, distributed
@@ -50,9 +48,7 @@ class BenchTrain:
     steps: int = 60
     """Steps that are timed."""
     device: Device = None
-    """cpu, cuda, cuda:1, ..."""
     json: JSONFile = None
-    """The file that the JSON is written to."""
 
     def run(self) -> None:
         from attractor import bench, distributed
@@ -75,9 +71,7 @@ class BenchDecode:
     streams: tuple[int, ...] = (1, 64)
     """How many texts are written at a time, one measurement for each number."""
     device: Device = None
-    """cpu, cuda, cuda:1, ..."""
     json: JSONFile = None
-    """The file that the JSON is written to."""
 
     def run(self) -> None:
         import torch

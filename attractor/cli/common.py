@@ -22,18 +22,25 @@ INTERRUPTED = 75
 """Exit code of a run that a signal stopped after saving: run it again with --resume auto."""
 
 
-def otherwise(what: str, shown: str) -> Any:
-    """Describe an option whose default says nothing: what happens then, and the word for its value."""
+def otherwise(what: str, shown: str, help: str | None = None) -> Any:
+    """Describe an option whose default says nothing: what happens then, and the word for its value.
+
+    `help` says what it is for, where no text below the option does.
+    """
 
     def hint(default: str) -> str:
         return f"(default: {what if default in ('None', '') else default})"
 
-    return tyro.conf.arg(help_behavior_hint=hint, metavar=shown)
+    return tyro.conf.arg(help_behavior_hint=hint, metavar=shown, help=help)
 
 
-Device = Annotated[str | None, otherwise("the GPU if there is one", "NAME")]
-JSONFile = Annotated[Path | None, otherwise("nowhere", "PATH")]
+Device = Annotated[str | None, otherwise("the GPU if there is one", "NAME", "cpu, cuda, cuda:1, ...")]
+JSONFile = Annotated[
+    Path | None, otherwise("nowhere", "PATH", "The file that the numbers are written to, as JSON.")
+]
 ModelName = Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
+ANY = "A run, a saved model or learner, a retrofit, saved lessons, a Hugging Face model, or smollm2-135m."
+AnyModel = Annotated[ModelName, tyro.conf.arg(help=ANY)]
 
 
 Kind = type[Exception]
@@ -71,6 +78,11 @@ def run_folder(model: str | Path) -> Path | None:
 
     place = Path(model)
     return find_model(place) if place.is_dir() and adapter_folder(place) is None else None
+
+
+def has_overlays(folder: Path) -> bool:
+    """Whether a learner with overlays lies in this folder, or where `attractor adapt` puts it."""
+    return any((place / "guard.json").is_file() for place in (folder, folder / "learner"))
 
 
 def validation_text(folder: Path | None) -> "np.ndarray | None":

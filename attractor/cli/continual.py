@@ -14,6 +14,7 @@ from attractor.cli.common import (
     Device,
     JSONFile,
     ModelName,
+    has_overlays,
     known_tokens,
     otherwise,
     progress_bar,
@@ -80,7 +81,6 @@ class Adapt:
     every: int = 16_384
     """Tokens from one line of the log to the next."""
     device: Device = None
-    """cpu, cuda, cuda:1, ..."""
 
     def run(self) -> int:
         from attractor.continual.guarded import GuardedLearner
@@ -177,7 +177,7 @@ class Adapt:
         is_retrofit = adapter_folder(place) is not None
         if self.context is not None and not is_retrofit:
             raise ValueError(f"--context is for retrofits: that of {place} is its own")
-        context = self.context or CONTEXT if is_retrofit and not _has_overlays(place) else self.context
+        context = self.context or CONTEXT if is_retrofit and not has_overlays(place) else self.context
         model = load(place if self.resume else self.model, device=self.device, context=context)
         if model.folder is None:
             raise ValueError(
@@ -362,9 +362,7 @@ class Monitor:
     plot: Annotated[Path | None, otherwise("MODEL/monitor.png", "PATH")] = None
     """The file that the picture is written to."""
     json: JSONFile = None
-    """The file that the numbers are written to, as JSON."""
     device: Device = None
-    """cpu, cuda, cuda:1, ..."""
 
     def run(self) -> None:
         check_size("max_tokens", self.max_tokens)
@@ -405,10 +403,6 @@ class Monitor:
         if self.json is not None:
             settings = {"run": self.model, "max_tokens": self.max_tokens}
             write_result(self.json, {"experiment": "monitor", "config": settings, "seed": None, **values})
-
-
-def _has_overlays(place: Path) -> bool:
-    return any((folder / "guard.json").is_file() for folder in (place, place / "learner"))
 
 
 def _check_different(names: tuple[str, ...]) -> None:

@@ -28,7 +28,6 @@ class Demo:
     steps: int = 240
     """Training steps of each model."""
     device: Device = None
-    """cpu, cuda, cuda:1, ..."""
 
     def run(self) -> None:
         from attractor import distributed

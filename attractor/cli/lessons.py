@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from attractor.cli.common import Device, ModelName, otherwise
+from attractor.cli.common import AnyModel, Device, ModelName, has_overlays, otherwise
 from attractor.config import check_size
-from attractor.continual.forms import about_each, check_forms, places_of, sentences_of
+from attractor.continual.forms import about_each, check_forms
 from attractor.files import parse_json
 
 if TYPE_CHECKING:
@@ -28,14 +28,12 @@ OWN_PATCHES = ("model.safetensors", "checkpoints", "learner", "adapter", "adapte
 class Ask:
     """Ask a model a question; its likeliest answer goes to the standard output."""
 
-    model: ModelName
-    """A run, a saved model or learner, a retrofit, saved lessons, a Hugging Face model, or smollm2-135m."""
+    model: AnyModel
     question: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="QUESTION")]
     """What the model is asked."""
     max_tokens: int = 60
     """The most tokens of an answer."""
     device: Device = None
-    """cpu, cuda, cuda:1, ..."""
 
     def run(self) -> int:
         from attractor.front import load
@@ -56,14 +54,12 @@ class Ask:
 class Chat:
     """Talk with a model in the terminal; it remembers the conversation. Ctrl-C or Ctrl-D ends it."""
 
-    model: ModelName
-    """A run, a saved model or learner, a retrofit, saved lessons, a Hugging Face model, or smollm2-135m."""
+    model: AnyModel
     max_tokens: int = 200
     """The most tokens of an answer."""
     temperature: float = 0.0
     """0 always takes the likeliest token."""
     device: Device = None
-    """cpu, cuda, cuda:1, ..."""
 
     def run(self) -> int:
         from attractor.front import load
@@ -116,7 +112,6 @@ class Teach:
     save: Annotated[Path | None, otherwise("MODEL, if that is a folder with lessons", "PATH")] = None
     """The folder to write; every verb takes it as a MODEL."""
     device: Device = None
-    """cpu, cuda, cuda:1, ..."""
 
     def run(self) -> int:
         wanted = self._lessons()
@@ -191,7 +186,6 @@ class ListLessons:
     forget: Annotated[tuple[int, ...], otherwise("none", "NUMBERS")] = ()
     """Numbers of lessons to take back: the model answers as if they had never been taught."""
     device: Device = None
-    """cpu, cuda, cuda:1, ..."""
 
     def run(self) -> int:
         if not (self.folder / LESSONS).is_file():
@@ -226,7 +220,7 @@ class ListLessons:
         here = "`attractor teach MODEL --save FOLDER` writes some"
         if not self.folder.is_dir():
             return f"{self.folder} holds no lessons, because it is no folder: {here}"
-        if any((place / "guard.json").is_file() for place in (self.folder, self.folder / "learner")):
+        if has_overlays(self.folder):
             return f"{self.folder} holds overlays and no lessons: `attractor overlays {self.folder} list`"
         if any((self.folder / name).exists() for name in OWN_PATCHES):
             return (
@@ -292,12 +286,7 @@ def read_form(form: Any) -> str | tuple[str, str]:
 
 def read_text(path: Path, subject: str | None) -> list[tuple[list[Any], str | None]]:
     """The lessons of a text: one about the subject, or one for each thing that its sentences are about."""
-    text = path.read_text()
-    if subject is None:
-        found, left_out = about_each(text)
-    else:
-        named = [sentence for sentence in sentences_of(text) if any(places_of(subject, sentence))]
-        found, left_out = {subject: named} if named else {}, len(sentences_of(text)) - len(named)
+    found, left_out = about_each(path.read_text(), subject)
     if left_out:
         print(f"{path}: sentences left out, as they do not tell what they are about: {left_out}")
     return [(list(sentences), about) for about, sentences in found.items()]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from attractor.cli.common import Device, ModelName, otherwise
+from attractor.cli.common import AnyModel, Device, otherwise
 from attractor.config import RunConfig
 
 if TYPE_CHECKING:
@@ -18,8 +18,7 @@ if TYPE_CHECKING:
 class Sample:
     """Write text with a model: a run, a learner, a retrofit, lessons, or a model of Hugging Face."""
 
-    model: ModelName
-    """A run, a saved model or learner, a retrofit, saved lessons, a Hugging Face model, or smollm2-135m."""
+    model: AnyModel
     prompt: Annotated[str, tyro.conf.arg(help_behavior_hint="(default: a line break)")] = "\n"
     """The beginning of the text."""
     max_tokens: int = 300
@@ -66,7 +65,6 @@ class Info:
     backends: bool = False
     """Say which backends this machine has, too."""
     device: Device = None
-    """cpu, cuda, cuda:1, ..."""
 
     def run(self) -> None:
         if self.backends or self.model is None:

@@ -1,6 +1,5 @@
 """attractor retrofit"""
 
-import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,6 @@ import tyro
 
 from attractor.cli.common import INTERRUPTED, Device, progress_bar
 from attractor.config import APNConfig, check_number, check_size
-from attractor.files import write_text
 
 
 @dataclass(kw_only=True)
@@ -43,7 +41,6 @@ class RetrofitModel:
     seed: int = 0
     """The same seed gives the same first weights and the same batches."""
     device: Device = None
-    """cpu, cuda, cuda:1, ..."""
 
     def run(self) -> int:
         check_number("val_fraction", self.val_fraction, "between 0 and 1", lambda part: 0 < part < 1)
@@ -58,6 +55,7 @@ class RetrofitModel:
         from attractor.hf import CausalLM
         from attractor.hf.pretrained import check_source, load_pretrained
         from attractor.hf.teach import teach
+        from attractor.results import write_result
         from attractor.trainer import stop_on_signal
 
         device = distributed.parse_device(self.device)
@@ -90,11 +88,17 @@ class RetrofitModel:
             dtype=torch.float32,
         )
         net.print_trainable_parameters()
-        summary = {"model": self.source, "data": self.data, "apn": self.apn.to_dict()}
+        summary = {
+            "experiment": "attractor retrofit",
+            "model": self.source,
+            "data": self.data,
+            "apn": self.apn.to_dict(),
+            "seed": self.seed,
+        }
 
         def keep() -> None:
             net.save_pretrained(adapter)
-            write_text(record, json.dumps(summary, indent=2) + "\n")  # the rest when it is known
+            write_result(record, summary)  # the rest when it is known
 
         with stop_on_signal() as stopped, progress_bar(self.steps, "retrofit") as report:
             done = teach(
@@ -114,7 +118,7 @@ class RetrofitModel:
             raise ValueError("the model cannot predict this text: no loss was finite, and nothing was kept")
         if done["diverged"]:
             print(f"step {done['steps']} diverged: try a --learning-rate below {self.learning_rate:g}")
-        write_text(record, json.dumps(summary | done, indent=2) + "\n")
+        write_result(record, summary | done)
         print(
             f"perplexity of the held-out text {math.exp(done['before']):.3f} -> {math.exp(done['best']):.3f} "
             f"(step {done['best_step']}); the layers are in {adapter}"

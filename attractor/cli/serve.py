@@ -8,7 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from attractor.cli.common import Device, ModelName, known_tokens, otherwise, run_folder, validation_text
+from attractor.cli.common import (
+    AnyModel,
+    Device,
+    has_overlays,
+    known_tokens,
+    otherwise,
+    run_folder,
+    validation_text,
+)
 from attractor.continual.config import AlsoName, AttentionName, GuardConfig, LearnConfig, UpdateConfig
 from attractor.serve.config import ChatName, Limits, Rules, ServeSettings, SyncName
 
@@ -44,8 +52,7 @@ class Serve:
     of its own, or a retrofit, learns texts, in an overlay for each source.
     """
 
-    model: ModelName
-    """A run, a saved model or learner, a retrofit, saved lessons, a Hugging Face model, or smollm2-135m."""
+    model: AnyModel
     store: Annotated[Path | None, otherwise("MODEL-served", "PATH")] = None
     """The folder in which the server keeps what it learns, in an SQLite database."""
     learn: bool = False
@@ -86,7 +93,6 @@ class Serve:
     rules: Rules = field(default_factory=Rules)
     limits: Limits = field(default_factory=Limits)
     device: Device = None
-    """cpu, cuda, cuda:1, ..."""
 
     def run(self) -> int:
         try:
@@ -156,9 +162,9 @@ class Serve:
         from attractor.front import adapter_folder, load
 
         place = Path(self.model)
-        has_overlays = place.is_dir() and any(place.glob("**/guard.json"))  # and so a context of its own
         is_retrofit = adapter_folder(place) is not None
-        context = (self.context or 512) if is_retrofit and not has_overlays else None
+        # overlays have a context of their own
+        context = (self.context or 512) if is_retrofit and not has_overlays(place) else None
         return load(self.model, device=self.device, context=context)
 
     def _open_lessons(self, found: "Model", data: Path, settings: dict[str, Any]) -> "Service":

@@ -45,7 +45,6 @@ class Train:
     resume: Literal["never", "auto"] = "never"
     """"auto" goes on from the run's last checkpoint if there is one."""
     device: Device = None
-    """cpu, cuda, cuda:1, ..."""
     preset: tyro.conf.Suppress[str] = ""
 
     @classmethod
@@ -139,9 +138,7 @@ class Compare:
     out: Annotated[Path | None, otherwise("runs/compare-TEXT", "PATH")] = None
     """Gets both runs; a comparison that was stopped goes on from there."""
     json: JSONFile = None
-    """The file that the numbers are written to, as JSON."""
     device: Device = None
-    """cpu, cuda, cuda:1, ..."""
 
     def run(self) -> int:
         source = self.data if self.text is None else self.text

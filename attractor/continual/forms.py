@@ -292,24 +292,30 @@ def sentences_of(text: str) -> list[str]:
     return [sentence.strip() for sentence in SENTENCE.split(text) if sentence.strip()]
 
 
-def about_each(text: str) -> tuple[dict[str, list[str]], int]:
+def about_each(text: str, subject: str | None = None) -> tuple[dict[str, list[str]], int]:
     """The sentences of a text by what they seem to be about, and how many of them do not tell.
+
+    With a subject they are those that name it, and how many do not.
 
     >>> about_each("Ada lives in Oslo. She is tall. Bram is in Peru. Today Ada sings.")
     ({'Ada': ['Ada lives in Oslo.', 'Today Ada sings.'], 'Bram': ['Bram is in Peru.']}, 1)
     """
+    if subject is not None:
+        sentences = sentences_of(text)
+        named = [sentence for sentence in sentences if any(places_of(subject, sentence))]
+        return {subject: named} if named else {}, len(sentences) - len(named)
     found: dict[str, list[str]] = {}
     names: dict[str, str] = {}  # however it is written
     left_out = 0
     for sentence in sentences_of(text):
         try:
-            subject = likely_subject(sentence)
+            name = likely_subject(sentence)
         except ValueError:
-            subject = ""
-        if not subject or not asked_of(("", sentence), subject):
+            name = ""
+        if not name or not asked_of(("", sentence), name):
             left_out += 1
             continue
-        found.setdefault(names.setdefault(subject.casefold(), subject), []).append(sentence)
+        found.setdefault(names.setdefault(name.casefold(), name), []).append(sentence)
     return found, left_out
 
 

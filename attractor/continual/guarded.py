@@ -37,7 +37,7 @@ from attractor.continual.overlay import Archive, Branch, Overlay, fingerprint
 from attractor.continual.update import NO_PATCHES
 from attractor.evaluate import autocast, evaluate, perplexity, token_losses
 from attractor.files import check_hashes, write_folder
-from attractor.generate import generate
+from attractor.generate import continued
 from attractor.lm import LanguageModel, TrainableModel
 from attractor.tokenizer import Tokenizer
 
@@ -318,9 +318,8 @@ class GuardedLearner:
         return perplexity(evaluate(self.guard, tokens, autocast=self._autocast))
 
     def generate(self, prompt: str, **options: Any) -> str:
-        tokens = torch.from_numpy(self.tokens_in(prompt))[None].to(self.device)
-        written = generate(self.guard, tokens, **options)
-        return cast(Tokenizer, self.tokenizer).decode(tokens[0].tolist() + [int(token) for token in written])
+        tokens = self.tokens_in(prompt)
+        return continued(self.guard, cast(Tokenizer, self.tokenizer), tokens, **options)
 
     def posterior(self, text: Text) -> dict[str, float]:
         """Return how much each path counts after the last tokens of a text, as many as the context holds."""

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self, cast, get_args
 
@@ -47,9 +47,9 @@ from attractor.continual.update import (
 from attractor.data import IGNORED
 from attractor.evaluate import autocast, evaluate, perplexity, routing
 from attractor.files import check_hashes, write_folder
-from attractor.generate import generate
+from attractor.generate import continued
 from attractor.layer import APN
-from attractor.lm import TrainableModel, mode
+from attractor.lm import TrainableModel, inputs_of, mode
 from attractor.tokenizer import Tokenizer
 
 TOKENS_PER_PASS = 16_384
@@ -256,13 +256,12 @@ class OnlineLearner:
         """Losses, gates and gradients of the `counted` tokens. Changes nothing."""
         inputs, targets, counted = (x.to(self.device) for x in (inputs, targets, counted))
         keep_inputs = self.config.allocation.mode != "off" or self.config.prototype_rate > 0
-        with (
-            self._inputs(keep_inputs) as captured,
-            mode(self.model, training=self.config.dropout),
-            torch.enable_grad(),
-        ):
-            with self._autocast():
+        watched = self.layers if keep_inputs else {}
+        with mode(self.model, training=self.config.dropout), torch.enable_grad():
+            with ExitStack() as stack, self._autocast():
+                given = {number: stack.enter_context(inputs_of(layer)) for number, layer in watched.items()}
                 logits, stats = self.model(inputs, return_stats=True)
+            captured = {number: seen for number, (seen,) in given.items()}
             stats = {number: stats[number] for number in self.layers}
             logits = precise(logits)
             losses = F.cross_entropy(
@@ -359,23 +358,6 @@ class OnlineLearner:
             for _, parameter, gradient in theirs:
                 parameter.grad = gradient
 
-    @contextmanager
-    def _inputs(self, kept: bool) -> Iterator[dict[Any, Tensor]]:
-        """What goes into each layer, if it is to be kept."""
-        captured: dict[Any, Tensor] = {}
-        handles = []
-        for number, layer in self.layers.items() if kept else ():
-
-            def keep(module: object, arguments: tuple[Any, ...], number: Any = number) -> None:
-                captured[number] = arguments[0].detach()
-
-            handles.append(layer.register_forward_pre_hook(keep))
-        try:
-            yield captured
-        finally:
-            for handle in handles:
-                handle.remove()
-
     # --- asking
 
     def predict(self, text: Text) -> Tensor:
@@ -387,9 +369,8 @@ class OnlineLearner:
 
     def generate(self, prompt: str, **options: Any) -> str:
         """Return the prompt and what the model writes; options as in `attractor.generate.generate`."""
-        tokens = torch.from_numpy(self._tokens(prompt))[None].to(self.device)
-        written = tokens[0].tolist() + [int(token) for token in generate(self.model, tokens, **options)]
-        return cast(Tokenizer, self.tokenizer).decode(written)
+        tokens = self._tokens(prompt)
+        return continued(self.model, cast(Tokenizer, self.tokenizer), tokens, **options)
 
     def perplexity(self, text: Text) -> float:
         """Return the perplexity of a text of two tokens or more; nothing is learned from it."""

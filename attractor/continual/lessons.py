@@ -18,7 +18,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,7 @@ from attractor.continual.forms import (
 from attractor.continual.placing import Placed, Taken, place, silent, spread_out
 from attractor.continual.reading import Batch, Halves, Reading, Whole
 from attractor.layer import APN, PATCH_ROLES, ROLES
+from attractor.lm import inputs_of
 
 SAME = 0.9999
 """Contexts of such a cosine are one: forms that begin with the subject show the layer the same."""
@@ -72,6 +73,20 @@ class Lesson:
     overrides: tuple[int, ...] = ()
     """Earlier lessons about the same subject, whose place this one takes."""
     seconds: float = 0.0
+
+
+Pairs = tuple[tuple[str, str], ...]
+
+
+class Task(NamedTuple):
+    """A lesson that is to be learned."""
+
+    subject: str
+    forms: Pairs
+    old: Lesson | None  # the newest one about the subject, whose place this one takes
+    taken_in: Pairs  # what that says and this does not contradict
+    asked: Pairs  # prompts and answers of both
+    told: Pairs  # answers to open questions: they are learned, and not tested
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,46 +171,18 @@ class Lessons:
         share of tokens that were predicted. Raises ValueError, and changes nothing, if there is no subject.
         """
         started = time.perf_counter()
-        taught = [check_forms(forms) for forms in lessons]
-        if not taught:
+        tasks = self._tasks(lessons, subjects)
+        if not tasks:
             return []
-        names = [
-            shared_subject(forms) if subjects is None else check_subject(subjects[number], forms)
-            for number, forms in enumerate(taught)
-        ]
-        if len({name.casefold() for name in names}) < len(names):
-            raise ValueError(
-                "two lessons of one batch are about the same subject: teach them one after the other"
-            )
-        newest = {self.lessons[number].subject.casefold(): number for number in sorted(self.lessons)}
-        overridden = [self.lessons.get(newest.get(name.casefold(), -1)) for name in names]
-        taken_in = [
-            () if old is None else not_contradicted(old.forms + old.taken_in, forms, name)
-            for forms, old, name in zip(taught, overridden, names, strict=True)
-        ]
-        asked = [asked_of_all(forms + taken_in[n], names[n]) for n, forms in enumerate(taught)]
-        told = [
-            [
-                pair
-                for pair in told_of(pairs, name, self.tell, self.config.least_forms - len(pairs))
-                if self.reading.fits(*pair)
-            ]
-            for pairs, name in zip(asked, names, strict=True)
-        ]
-        texts = self.reading.texts(asked, names, told)
-        turns = self.reading.batches(texts)
-        keys, plain, before = self._look(turns, len(taught))
+        names, asked = [task.subject for task in tasks], [task.asked for task in tasks]
+        turns = self.reading.batches(self.reading.texts(asked, names, [task.told for task in tasks]))
+        keys, plain, before = self._look(turns, len(tasks))
         answered_before = self._answered(asked)
         taken = self._taken()
-        placed = place(
-            keys,
-            taken,
-            self.calibration.nearest,
-            [None if old is None else old.number for old in overridden],
-            self.config,
-        )
-        read = [[*own, *more] for own, more in zip(asked, told, strict=True)]
-        beside = silent(placed, keys, self._strangers(read, names), taken, self.config)
+        replaces = [None if task.old is None else task.old.number for task in tasks]
+        placed = place(keys, taken, self.calibration.nearest, replaces, self.config)
+        strangers = self._strangers([[*task.asked, *task.told] for task in tasks], names)
+        beside = silent(placed, keys, strangers, taken, self.config)
         lesson_of = placed.lesson + beside.lesson
         patches = self._open([placed, beside])
         try:
@@ -204,21 +191,20 @@ class Lessons:
         except BaseException:
             self._close(patches)  # nothing happened
             raise
-        numbers = range(self._next, self._next + len(taught))
-        self._next += len(taught)
+        first, self._next = self._next, self._next + len(tasks)
         for patch, order in zip(patches, lesson_of, strict=True):
-            self.owners[patch] = numbers[order]
-        seconds = (time.perf_counter() - started) / len(taught)
-        learned = []
-        for order, number in enumerate(numbers):
-            count, old = lesson_of.count(order), overridden[order]
+            self.owners[patch] = first + order
+        seconds = (time.perf_counter() - started) / len(tasks)
+        for order, task in enumerate(tasks):
+            count, number = lesson_of.count(order), first + order
             seen = plain[order][spread_out(plain[order], len(plain[order]), SAME)]
             contexts = Contexts(seen.half(), placed.depth(seen, order))
-            lesson = Lesson(
+            self.contexts[number] = contexts
+            self.lessons[number] = Lesson(
                 number=number,
-                subject=names[order],
-                forms=taught[order],
-                taken_in=taken_in[order],
+                subject=task.subject,
+                forms=task.forms,
+                taken_in=task.taken_in,
                 patches=count,
                 bytes=4 * count * (2 * self.layer.dim + 1) + contexts.nbytes,  # prototype, decoder, radius
                 passes=passes,
@@ -226,12 +212,10 @@ class Lessons:
                 known=after[order],
                 answered_before=answered_before[order],
                 answered=answered[order],
-                overrides=() if old is None else (*old.overrides, old.number),
+                overrides=() if task.old is None else (*task.old.overrides, task.old.number),
                 seconds=seconds,
             )
-            self.lessons[number], self.contexts[number] = lesson, contexts
-            learned.append(lesson)
-        return learned
+        return [self.lessons[number] for number in range(first, self._next)]
 
     def forget(self, number: int) -> None:
         """Remove a lesson. Lessons that took its place are learned again, without what it said.
@@ -256,7 +240,7 @@ class Lessons:
         tokens = torch.tensor(
             [[int(token) for token in self.encode(text)]], device=self.layer.prototypes.device
         )
-        with self._inputs() as seen:
+        with inputs_of(self.layer) as seen:
             self.model(tokens)
         indices = self.layer(seen[0], return_stats=True)[1].indices.flatten()
         acts = (indices >= 0) & self.layer.adds[indices.clamp(min=0)]
@@ -315,6 +299,28 @@ class Lessons:
 
     # --- inside
 
+    def _tasks(self, lessons: Sequence[Sequence[Form]], subjects: Sequence[str] | None) -> list[Task]:
+        """What is to be learned; a ValueError if any of it cannot be."""
+        taught = [check_forms(forms) for forms in lessons]
+        names = [
+            shared_subject(forms) if subjects is None else check_subject(subjects[number], forms)
+            for number, forms in enumerate(taught)
+        ]
+        if len({name.casefold() for name in names}) < len(names):
+            raise ValueError(
+                "two lessons of one batch are about the same subject: teach them one after the other"
+            )
+        newest = {self.lessons[number].subject.casefold(): number for number in sorted(self.lessons)}
+        tasks = []
+        for name, forms in zip(names, taught, strict=True):
+            old = self.lessons.get(newest.get(name.casefold(), -1))
+            taken_in = () if old is None else not_contradicted(old.forms + old.taken_in, forms, name)
+            asked = asked_of_all(forms + taken_in, name)
+            more = told_of(asked, name, self.tell, self.config.least_forms - len(asked))
+            told = tuple(pair for pair in more if self.reading.fits(*pair))
+            tasks.append(Task(name, forms, old, taken_in, asked, told))
+        return tasks
+
     def _check(self, number: int) -> Lesson:
         if number not in self.lessons:
             raise ValueError(f"there is no lesson {number}; there are {sorted(self.lessons)}")
@@ -361,16 +367,6 @@ class Lessons:
             yield
         finally:
             self.layer.radius.copy_(radius)
-
-    @contextmanager
-    def _inputs(self) -> Iterator[list[Tensor]]:
-        """What the layer is given in each call of the model."""
-        seen: list[Tensor] = []
-        hook = self.layer.register_forward_pre_hook(lambda _, given: seen.append(given[0].detach()))
-        try:
-            yield seen
-        finally:
-            hook.remove()
 
     @torch.no_grad()
     def _look(

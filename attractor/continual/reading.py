@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from attractor.continual.config import LessonConfig
 from attractor.continual.forms import FRAMES, MENTIONS, STRANGERS, framed, places_of
+from attractor.lm import inputs_of
 
 ROOM = 4
 """So many tokens longer than a prompt and its answer may a reply be that has to hold the answer."""
@@ -78,13 +79,9 @@ class Whole:
     def below(self, texts: Sequence[list[int]]) -> Read:
         if self.layer is None:
             return Read(texts, None)
-        seen: list[Tensor] = []
-        hook = self.layer.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
-        try:
-            tokens = self._padded(texts)
+        tokens = self._padded(texts)
+        with inputs_of(self.layer) as seen:
             self.model(tokens)
-        finally:
-            hook.remove()
         return Read(texts, seen[0].reshape(*tokens.shape, -1))
 
     def given(self, below: Read, texts: Tensor, positions: Tensor) -> Tensor:
@@ -391,7 +388,7 @@ class Reading:
         return Batch(own, below, numbers, *columns)
 
     def _parts(self, texts: Sequence[Text], numbers: Sequence[int], below: Below) -> Iterator[list[int]]:
-        """So many texts at once as may be: of similar lengths, if that leaves less to fill up."""
+        """Texts to read at once: as many as may be, of similar lengths if that leaves less to fill up."""
         part: list[int] = []
         for number in sorted(numbers, key=lambda n: len(texts[n].tokens)):
             length = len(texts[number].tokens)

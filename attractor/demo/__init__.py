@@ -27,8 +27,8 @@ from attractor.demo.report import TITLES, comparison, learned, render, specialis
 from attractor.demo.story import is_right, tell
 from attractor.evaluate import evaluate, routing
 from attractor.files import read_jsonl
-from attractor.generate import generate
-from attractor.measure import train_and_measure
+from attractor.generate import continued
+from attractor.measure import one_of_several, train_and_measure
 from attractor.model import GPT
 from attractor.results import write_result
 from attractor.tokenizer import Tokenizer
@@ -80,11 +80,7 @@ def run(
     story = tell(out, other_texts(dataset), device=device, say=say)
     rows: dict[str, Any] = {}
     for model, config in configs.items():
-        before, doing = len(rows) * steps, f"training {TITLES[model]}"
-
-        def report_one(record: dict[str, Any], before: int = before, doing: str = doing) -> None:
-            report({**record, "doing": doing, "done": before + record["step"]})
-
+        report_one = one_of_several(report, f"training {TITLES[model]}", before=len(rows) * steps)
         rows[model] = train_and_measure(config, dataset, out / model, device=device, report=report_one)
     models = {name: GPT.from_pretrained(find_model(out / name)) for name in MODELS}
     report({"step": steps, "doing": "learning something new", "done": len(rows) * steps})
@@ -100,7 +96,10 @@ def run(
         "routing": routing_health(models["apn"], dataset),
         "adaptation": adapted,
         "sampling": {"prompt": prompt, **SAMPLING},
-        "samples": {name: continued(prompt, model, dataset) for name, model in models.items()},
+        "samples": {
+            name: continued(model, dataset.tokenizer, dataset.tokenizer.encode(prompt), **SAMPLING)
+            for name, model in models.items()
+        },
     }
     write_result(out / "demo.json", values)
     result = json.loads((out / "demo.json").read_text())
@@ -199,13 +198,6 @@ def favourites(
         (tokenizer.decode([int(token[patch])]), float(shares[patch])) if most[patch] else None
         for patch in range(num_patches)
     ]
-
-
-def continued(prompt: str, model: GPT, dataset: Dataset) -> str:
-    """The prompt and what the model makes of it."""
-    tokens = torch.from_numpy(dataset.tokenizer.encode(prompt))[None]
-    written = tokens[0].tolist() + [int(token) for token in generate(model, tokens, **SAMPLING)]
-    return dataset.tokenizer.decode(written)
 
 
 def story_lines(result: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@
     net.save_pretrained(folder); attractor.load_retrofit(model, folder); net.unload()
     transformers.AutoModelForCausalLM.from_pretrained(folder)       # all of it
 
-Nothing here imports transformers but `callback`, `known`, `auto`, `gpt`, `words` and `past`: a program that
+Nothing here imports transformers but `callback`, `known`, `auto`, `gpt`, `words` and `caches`: a program that
 has a model to retrofit has it already.
 """
 

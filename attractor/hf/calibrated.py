@@ -18,14 +18,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from attractor import corpora
 from attractor.checkpoint import tensors_hash
 from attractor.continual import calibrate
 from attractor.continual.calibrate import Calibration
-from attractor.files import write_file
+from attractor.files import save_tensors, write_file
 from attractor.hf.files import base_fields
 
 log = logging.getLogger("attractor")
@@ -76,13 +75,13 @@ def _read(path: Path, key: str, device: torch.device) -> tuple[Calibration, floa
 
 def _keep(path: Path, key: str, calibration: Calibration, unit: float) -> None:
     """Without a cache the calibration is still good."""
-    tensors = {name: value.cpu().contiguous() for name, value in vars(calibration).items()}
+    tensors = {name: value.cpu() for name, value in vars(calibration).items()}
     tensors["unit"] = torch.tensor(unit, dtype=torch.float64)
     known_by = {"sha256": tensors_hash(tensors, key)}
     try:
-        write_file(path, lambda partial: save_file(tensors, partial, metadata=known_by))
+        write_file(path, lambda partial: save_tensors(tensors, partial, known_by))
         made = sorted(path.parent.glob("*.safetensors"), key=lambda found: found.stat().st_mtime)
         for old in made[:-KEPT]:
             old.unlink(missing_ok=True)
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         log.warning("could not keep %s: %s", path, error)

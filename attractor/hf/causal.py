@@ -6,7 +6,6 @@ Guard({"base": CausalLM(net, None, context=512), "new": model})    # one copy of
 """
 
 import dataclasses
-import functools
 import itertools
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -55,11 +54,11 @@ class RaggedRows(RaggedCache):
     """Our memory in the hands of the base, which sees a cache of its own kind."""
 
     def arguments(self, tokens: Tensor) -> dict[str, Any]:
-        steps = tokens.shape[1]
-        cache, layer = _theirs()
-        count = itertools.count(len(self.layers))
-        past = cache(layer_class_to_replicate=lambda: layer(self, next(count)))
-        past.layers = [layer(self, number) for number in range(len(self.layers))]
+        from attractor.hf import caches
+
+        steps, count = tokens.shape[1], itertools.count(len(self.layers))
+        past = caches.Cache(layer_class_to_replicate=lambda: caches.RowsLayer(self, next(count)))
+        past.layers = [caches.RowsLayer(self, number) for number in range(len(self.layers))]
         given: dict[str, Any] = {"past_key_values": past}
         if not self.is_even:
             positions = self.positions(steps, tokens.device)
@@ -69,25 +68,6 @@ class RaggedRows(RaggedCache):
 
     def took(self, past: Any, steps: int) -> None:
         self.length += steps
-
-
-@functools.cache
-def _theirs() -> tuple[Any, Any]:
-    """Their cache, and a layer for it that keeps keys and values in our memory."""
-    from transformers.cache_utils import Cache, DynamicLayer
-
-    class Layer(DynamicLayer):
-        def __init__(self, rows: RaggedCache, number: int) -> None:
-            super().__init__()
-            self.rows, self.number = rows, number
-
-        def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-            return self.rows.extend(self.number, keys, values)
-
-        def get_seq_length(self) -> int:
-            return self.rows.length
-
-    return Cache, Layer
 
 
 class CausalLM(nn.Module):

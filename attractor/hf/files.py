@@ -6,7 +6,6 @@ dict of a retrofit, which describes itself.
 """
 
 import dataclasses
-import hashlib
 import json
 import logging
 import re
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from attractor.checkpoint import tensors_hash
 from attractor.config import APNConfig, check_choice
-from attractor.files import parse_json, save_tensors, write_folder
+from attractor.files import digest_of, parse_json, save_tensors, write_folder
 from attractor.hf.card import MODEL_TYPE, PEFT_TYPE, licence_of, model_card
 from attractor.layer import APN, FLOATS
 from attractor.version import __version__
@@ -285,7 +284,7 @@ def _describe(
         "layers": {place: layer.config.to_dict() for place, layer in layers.items()},
         **more,
     }
-    return {**described, "digest": _digest(described)}
+    return {**described, "digest": digest_of(described)}
 
 
 def holds_retrofit(folder: str | Path) -> bool:
@@ -345,7 +344,7 @@ def read(folder: str | Path, dim: int, backend: str, name: str) -> Saved:
         if not known or described["format"] not in READ:
             raise ValueError(f"not a retrofit of format {FORMAT} or older, which this release reads")
         digest = described.pop("digest", None)
-        if digest != (_digest(described) if described["format"] > 1 else None):
+        if digest != (digest_of(described) if described["format"] > 1 else None):
             raise ValueError(f"{CONFIG} is not what was saved: its digest differs")
         check_choice("mode", described["mode"], get_args(ModeName))
         base, dtypes, configs = described["base"], described["dtypes"], described["layers"]
@@ -421,10 +420,6 @@ def _read_checkpoint(path: Path, name: str | None) -> tuple[dict[str, Any], dict
 
 def _parse(description: Tensor) -> dict[str, Any]:
     return parse_json(bytes(description.tolist()))
-
-
-def _digest(described: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
 def _is_ours(folder: Path) -> bool:

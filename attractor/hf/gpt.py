@@ -83,7 +83,7 @@ class GPTForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, *arguments: Any, output_loading_info: bool = False, **options: Any) -> Any:
-        """As of any model of transformers, but a tensor that is missing or too many is a ValueError."""
+        """Load a saved GPT; a tensor that is missing or too many is a ValueError."""
         folder = Path(arguments[0])
         check_hashes(folder)
         try:

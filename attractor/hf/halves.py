@@ -122,7 +122,7 @@ class Halves:
 
     def above(self, state: Above, texts: Tensor, positions: Tensor) -> Tensor:
         """The logits (n, vocabulary) after the tokens at these places."""
-        from attractor.hf.past import cache_of
+        from attractor.hf.caches import cache_of
 
         cache = cache_of(state.past) if state.past else None
         return self._logits(state, state.rows.place[texts, positions], cache)
@@ -211,7 +211,7 @@ class Halves:
 
     def _before(self, below: Below, ends: dict[int, int]) -> Before:
         """What every block of the upper half makes of these texts up to their ends."""
-        from attractor.hf.past import cache_of
+        from attractor.hf.caches import cache_of
 
         place, count = torch.full_like(below.place, NOWHERE), 0
         kept: dict[int, list[tuple[Tensor, Tensor]]] = {}

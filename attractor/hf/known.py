@@ -40,7 +40,7 @@ class HubGPTConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:
-        """Of transformers' own fields, or of what `GPT.save_pretrained` writes, which is the GPT's alone."""
+        """Read transformers' own fields, or what `GPT.save_pretrained` writes, which is the GPT's alone."""
         if "gpt" not in config_dict:
             told = {name: value for name, value in config_dict.items() if not name.startswith("_")}
             config_dict = {"gpt": own_fields(told)}  # transformers adds fields with an underscore

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from attractor.checkpoint import tensors_hash
@@ -26,7 +26,7 @@ from attractor.config import APNConfig, check_size
 from attractor.continual.calibrate import CLOSED, Calibration
 from attractor.continual.config import LessonConfig
 from attractor.continual.lessons import Lessons
-from attractor.files import check_hashes, parse_json, write_folder
+from attractor.files import check_hashes, parse_json, save_tensors, write_folder
 from attractor.hf.calibrated import calibrated
 from attractor.hf.causal import CausalLM
 from attractor.hf.find import find_places
@@ -132,18 +132,15 @@ def save_lessons(
     folder = Path(folder)
     if folder.exists() and not (folder / DESCRIPTION).is_file():
         raise ValueError(f"{folder} is there already and holds no lessons: choose another folder")
-    calibration = {name: value.cpu().contiguous() for name, value in vars(lessons.calibration).items()}
-    contexts = {name: value.cpu().contiguous() for name, value in lessons.tensors().items()}
+    calibration = {name: value.cpu() for name, value in vars(lessons.calibration).items()}
+    contexts = {name: value.cpu() for name, value in lessons.tensors().items()}
     hashes = {"calibration": tensors_hash(calibration), "contexts": tensors_hash(contexts)}
     described = {"format": FORMAT, **lessons.describe(), **hashes}
 
     def fill(partial: Path) -> None:
         net.save_pretrained(partial / LAYER, name=NAME)
-        try:
-            save_file(calibration, partial / CALIBRATION)
-            save_file(contexts, partial / CONTEXTS)
-        except SafetensorError as error:
-            raise OSError(f"cannot write {folder}: {error}") from error
+        save_tensors(calibration, partial / CALIBRATION)
+        save_tensors(contexts, partial / CONTEXTS)
         (partial / DESCRIPTION).write_text(json.dumps(described, indent=1))
         for name, text in (more or {}).items():
             (partial / name).write_text(text)

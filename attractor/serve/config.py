@@ -116,20 +116,9 @@ class ServeSettings:
     def __post_init__(self) -> None:
         if self.chat is not None:
             check_choice("chat", self.chat, get_args(ChatName))
-        for name in (
-            "max_body",
-            "max_file",
-            "max_depth",
-            "max_prompt_characters",
-            "max_prompt_tokens",
-            "max_tokens",
-            "default_max_tokens",
-            "max_choices",
-            "max_texts",
-            "max_connections",
-            "max_values",
-        ):
-            check_size(name, getattr(self, name))
+        for name, value in vars(self).items():
+            if name.startswith(("max_", "default_max_")):
+                check_size(name, value)
         if type(self.port) is not int or not 0 <= self.port < 1 << 16:
             raise ValueError(f"port={self.port!r} must be an integer, 0 to 65535")
         for name in ("body_timeout", "idle_timeout"):

@@ -11,7 +11,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
@@ -353,7 +352,7 @@ class Service:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Alone among the servers that share the store, and with all that they have committed."""
+        """Be alone among the servers that share the store, and know all that they have committed."""
         until = time.monotonic() + self.limits.turn
 
         def wait() -> None:
@@ -492,7 +491,5 @@ class Service:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

@@ -319,7 +319,7 @@ def _cells(result: Result, method: str) -> list[Mapping[str, Any]]:
 
 
 def _chunks(cell: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Without the revisions and the capitals, which are taught after all chunks."""
+    """The chunks alone, without the revisions and the capitals, which are taught after all of them."""
     return [chunk for chunk in cell["chunks"] if chunk["name"].startswith("chunk ")]
 
 

@@ -78,7 +78,7 @@ def size(nbytes: float | None) -> Cell:
 
 
 def spread(values: Sequence[float]) -> tuple[float, float] | None:
-    """From the smallest to the largest, of several."""
+    """The range of several numbers, from the smallest to the largest."""
     return (min(values), max(values)) if len(values) > 1 else None
 
 

@@ -1,4 +1,4 @@
-"""The controls: other ways to learn a new domain, one file each, all with the same few methods.
+"""The controls: other ways to learn a new domain, all with the same few methods.
 
 >>> import itertools
 >>> import numpy as np
@@ -15,11 +15,10 @@
 >>> model = method.finish()
 """
 
-from attractor.continual.baselines.agem import AGEM
 from attractor.continual.baselines.baseline import Baseline
 from attractor.continual.baselines.ewc import EWC
 from attractor.continual.baselines.fine_tune import FineTune
-from attractor.continual.baselines.gem import GEM
+from attractor.continual.baselines.gem import AGEM, GEM
 from attractor.continual.baselines.lora import LoRA
 from attractor.continual.baselines.replay import Replay
 

@@ -1,19 +1,83 @@
-"""Gradient episodic memory: no step may, to first order, raise the loss on any memory of an old task."""
+"""Gradient episodic memory, also averaged: no step may, to first order, raise the loss on old texts."""
 
+import copy
 import itertools
 from collections.abc import Sequence
-from typing import Unpack
+from typing import Literal, Unpack, get_args
 
 import torch
 from torch import Tensor
 
-from attractor.config import check_number
-from attractor.continual.baselines.baseline import Options, Train, check_batch, flatten
-from attractor.continual.baselines.projecting import Projected, Projecting
+from attractor.config import check_choice, check_number, check_size
+from attractor.continual.baselines.baseline import (
+    Baseline,
+    Memory,
+    Options,
+    Train,
+    check_batch,
+    flatten,
+    write_gradients,
+)
 from attractor.data import Batch
 from attractor.model import GPT
 
+Projected = Literal["gradient", "step"]
 MOST_MEMORIES = 10
+
+
+class Projecting(Baseline):
+    """Subclasses say which gradients are old, and what becomes of a vector that points against some.
+
+    The papers project the gradient and step along it. AdamW does not step along it, and may go where old
+    losses rise all the same; `of="step"` projects what AdamW would do, so that to first order they do not.
+    """
+
+    def __init__(
+        self, model: GPT, train: Train, *, of: Projected = "gradient", **options: Unpack[Options]
+    ) -> None:
+        check_choice("of", of, get_args(Projected))
+        self.of = of
+        super().__init__(model, train, **options)
+
+    def old_gradients(self) -> Tensor:
+        """Return the gradients of old texts (m, n), one row for each."""
+        raise NotImplementedError
+
+    def project(self, vector: Tensor, old: Tensor) -> Tensor:
+        """Return the vector, a direction of descent, or another one to take in its place."""
+        raise NotImplementedError
+
+    def project_gradients(self) -> None:
+        old = self.old_gradients()
+        if self.of == "step":
+            self._old = old
+            return
+        gradient = flatten(parameter.grad for parameter in self.trainable)
+        projected = self.project(gradient, old)
+        if projected is not gradient:
+            write_gradients(projected, self.trainable)
+
+    @torch.no_grad()
+    def take_step(self) -> None:
+        if self.of == "gradient":
+            return super().take_step()
+        before = [parameter.clone() for parameter in self.trainable]
+        moments = copy.deepcopy(self.optimizer.state_dict())
+        try:
+            super().take_step()
+            way = flatten(old - new for old, new in zip(before, self.trainable, strict=True))
+            projected = self.project(way, self._old)
+            if projected is not way:
+                pieces = projected.split([parameter.numel() for parameter in self.trainable])
+                for parameter, old, piece in zip(self.trainable, before, pieces, strict=True):
+                    parameter.copy_(old.double() - piece.view_as(old))
+        except BaseException:
+            for parameter, old in zip(self.trainable, before, strict=True):
+                parameter.copy_(old)
+            self.optimizer.load_state_dict(moments)
+            raise
+        finally:
+            del self._old
 
 
 class GEM(Projecting):
@@ -54,6 +118,39 @@ class GEM(Projecting):
     def project(self, vector: Tensor, old: Tensor) -> Tensor:
         inner = old @ vector
         return vector + solve_dual(old @ old.T, inner, self.margin) @ old if (inner < 0).any() else vector
+
+
+class AGEM(Projecting):
+    """Chaudhry et al. 2019: each step draws `batch_size` sequences of `memory`, (N, T) inputs and targets.
+
+    Where the gradient g (or the step, see `Projecting`) points against their gradient r, it loses that part:
+    g - (g.r / r.r) r.
+    """
+
+    def __init__(
+        self,
+        model: GPT,
+        memory: Batch,
+        batch_size: int = 16,
+        *,
+        seed: int = 0,
+        train: Train = "all",
+        of: Projected = "gradient",
+        **options: Unpack[Options],
+    ) -> None:
+        check_size("batch_size", batch_size)
+        self.memory, self.batch_size = Memory(model, memory, seed), batch_size
+        if batch_size > len(self.memory.inputs):
+            raise ValueError(f"batch_size={batch_size} is more than the memory's {len(self.memory.inputs)}")
+        super().__init__(model, train, of=of, **options)
+
+    def old_gradients(self) -> Tensor:
+        return flatten(self.gradients(self.loss(*self.memory.draw(self.batch_size))))[None]
+
+    def project(self, vector: Tensor, old: Tensor) -> Tensor:
+        (reference,) = old
+        inner = vector @ reference
+        return vector - inner / (reference @ reference) * reference if inner < 0 else vector
 
 
 def solve_dual(gram: Tensor, inner: Tensor, margin: float = 0.0) -> Tensor:

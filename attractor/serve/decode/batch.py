@@ -18,9 +18,16 @@ from attractor.continual.guard import log_probabilities
 from attractor.generate import candidates
 from attractor.model import RaggedCache
 from attractor.serve.decode.fixed import FixedRows
-from attractor.serve.decode.mixture import Evidence
-from attractor.serve.decode.sequences import GeneratedToken, PathCache, Sequence
-from attractor.serve.decode.touches import Found, Touch, read_together, rows_for
+from attractor.serve.decode.sequences import (
+    Evidence,
+    Found,
+    GeneratedToken,
+    PathCache,
+    Sequence,
+    Touch,
+    read_together,
+    rows_for,
+)
 
 log = logging.getLogger("attractor")
 

@@ -28,10 +28,10 @@ from attractor.serve.decode.sequences import (
     Publication,
     Sampling,
     Sequence,
+    Touch,
     read_prompt,
 )
 from attractor.serve.decode.stream import Finish, Stream, StreamBuffer
-from attractor.serve.decode.touches import Touch
 from attractor.serve.errors import Busy
 
 log = logging.getLogger("attractor")

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from attractor.continual.calibrate import CLOSED
 from attractor.hf.causal import CausalLM
 from attractor.model import RaggedCache
-from attractor.serve.decode.touches import Found
+from attractor.serve.decode.sequences import Found
 
 log = logging.getLogger("attractor")
 
@@ -293,40 +293,22 @@ class FixedPasses:
             one.graph.replay()
 
     def _compute(self, one: "_Pass") -> None:
+        from attractor.hf.caches import Cache, FixedLayer
+
+        assert self.memory is not None
         device = self.device
         positions = one.first[:, None] + torch.arange(one.steps, device=device)
         seen = torch.arange(one.columns, device=device) <= positions[..., None]
+        layers = [FixedLayer(own[:, : one.rows], positions, one.columns) for own in self.memory]
         given = {
             "position_ids": positions.clamp(max=self.model.config.context - 1),
             "attention_mask": seen[:, None],
-            "past_key_values": self._memory_for(one, positions),
+            "past_key_values": Cache(layers=layers),
         }
         with self._patched(self.radii[: one.rows]), self.model.net.using(self.model.name):
             one.logits = self.model.base(input_ids=one.tokens, use_cache=True, **given).logits
             if self.layer is not None:
                 one.indices, one.weights = self.layer.indices, self.layer.weights
-
-    def _memory_for(self, one: "_Pass", positions: Tensor) -> Any:
-        """Their cache, whose layers keep keys and values at these columns of our memory."""
-        from transformers.cache_utils import Cache, DynamicLayer
-
-        assert self.memory is not None
-
-        class Layer(DynamicLayer):
-            def __init__(self, own: Tensor) -> None:
-                super().__init__()
-                self.own = own[:, : one.rows]
-
-            def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-                at = positions[:, None, :, None].expand_as(keys)
-                for stored, new in zip(self.own, (keys, values), strict=True):
-                    stored.scatter_(2, at, new)
-                return self.own[0][:, :, : one.columns], self.own[1][:, :, : one.columns]
-
-            def get_seq_length(self) -> int:
-                return 0
-
-        return Cache(layers=[Layer(own) for own in self.memory])
 
     def _closed(self, rows: int) -> Tensor:
         """Radii (rows, K) of patches that act nowhere."""

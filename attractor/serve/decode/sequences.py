@@ -1,27 +1,42 @@
 """A sequence is a text that is being written, under the publication that it began with.
 
-sequence = Sequence(publication, prompt, Sampling(temperature=0.8, seed=0))
-for _ in read_prompt(sequence): ...   # piece by piece, so that other texts need not wait for a long prompt
-batch.add(sequence)                   # see `attractor.serve.decode.batch`
+    sequence = Sequence(publication, prompt, Sampling(temperature=0.8, seed=0))
+    for _ in read_prompt(sequence): ...  # piece by piece, so that other texts need not wait for a long prompt
+    batch.add(sequence)                  # see `attractor.serve.decode.batch`
+
+Two things are known of each text besides its tokens. `Evidence` is the mixture of its paths: what
+`GuardCache` computes for one text, for texts that come and go. A `Touch` says which lesson acted on which of
+its tokens: a model that learned lessons says so in every pass, and a text that none touched was computed from
+the base's numbers alone.
+
+    logits, found = read_together(models, tokens, cache)
+    found[row]                           # (column, lesson, weight) of each token that a lesson acted on
 """
 
 import dataclasses
 import functools
 from collections import abc
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from attractor.continual.guard import BASE, Guard, log_probabilities
+from attractor.continual.guard import (
+    BASE,
+    LEAST,
+    Guard,
+    Resting,
+    counted,
+    is_quiet,
+    log_odds,
+    log_probabilities,
+)
 from attractor.lm import TrainableModel
 from attractor.model import RaggedCache
-from attractor.serve.decode.mixture import Evidence
-from attractor.serve.decode.touches import Touch, group_of, read_together
 
 PIECE = 256
 """The number of tokens of a prompt, on all paths, that are read before other texts get their turn."""
-
-
 SMALLEST = 1e-30
 """Log-probabilities divided by this are finite in float32, and this times a probability is not 0."""
 
@@ -85,6 +100,19 @@ class Sampling:
         return random
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Touch:
+    """A lesson acted on a token, with a weight between 0 and 1."""
+
+    index: int  # of the token, counted from the start of the prompt
+    lesson: int
+    weight: float
+
+
+Found = list[list[tuple[int, int, float]]]
+"""For every row: the column of a token, the lesson, and its weight."""
+
+
 @dataclasses.dataclass(frozen=True)
 class GeneratedToken:
     """A token, its log-probability before temperature, and the share of each path in it.
@@ -96,6 +124,93 @@ class GeneratedToken:
     logprob: float
     shares: dict[str, float]
     touched: tuple[Touch, ...] = ()
+
+
+@dataclasses.dataclass
+class Evidence:
+    """How well each path predicted each text: a column per text, and a row of the tensors per path.
+
+    A path that a text does not have has no prior in its column, and is never awake.
+    """
+
+    prior: Tensor  # (M, B) float64
+    sums: Tensor  # (M, B) float64: the prior, and what the paths gave the tokens of this window
+    awake: Tensor  # (M, B)
+    predicted: Tensor  # (B) predictions made: the position in the window
+    window: Tensor  # (B)
+    floor: Tensor  # (B), and the other numbers of `Resting`
+    most_odds: Tensor  # (B)
+    quiet: Tensor  # (B)
+
+    @classmethod
+    def start(cls, log_prior: Tensor, guard: Guard) -> "Evidence":
+        """The evidence of one text before its first token."""
+        rule = Resting(guard.pause, guard.window, guard.config.vocab_size)
+        numbers = log_prior.new_tensor([[rule.floor], [rule.most_odds], [rule.quiet(len(log_prior))]])
+        counts = torch.tensor([[0], [guard.window]], device=log_prior.device)
+        prior = log_prior[:, None]
+        return cls(prior, prior.clone(), torch.ones_like(prior, dtype=torch.bool), *counts, *numbers)
+
+    @classmethod
+    def empty(cls, device: torch.device) -> "Evidence":
+        """The evidence of a batch without texts."""
+        prior = torch.zeros(0, 1, dtype=torch.float64, device=device)
+        counts = torch.ones(1, dtype=torch.long, device=device)
+        numbers = prior.new_zeros(1)
+        return cls(prior, prior, prior.bool(), counts, counts, numbers, numbers, numbers).keep([])
+
+    def keep(self, columns: list[int]) -> "Evidence":
+        index = torch.tensor(columns, dtype=torch.long, device=self.prior.device)
+        return Evidence(*(getattr(self, field.name)[..., index] for field in dataclasses.fields(self)))
+
+    def beside(self, other: "Evidence") -> "Evidence":
+        """The columns of both, one after the other."""
+        most = max(len(self.prior), len(other.prior))
+
+        def padded(x: Tensor) -> Tensor:
+            missing = most - len(x)
+            nothing = False if x.dtype == torch.bool else -torch.inf
+            return F.pad(x, (0, 0, 0, missing), value=nothing) if x.dim() == 2 and missing else x
+
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in dataclasses.fields(self))
+        return Evidence(*(torch.cat([padded(ours), padded(theirs)], -1) for ours, theirs in pairs))
+
+    @property
+    def at_rest(self) -> Tensor:
+        return ~self.awake & self.prior.isfinite()
+
+    def count(self, logprobs: Tensor) -> Tensor:
+        """Add what the paths gave the last token (M, B), 0 at rest; return where (B) a new window starts."""
+        begins = self.predicted % self.window == 0
+        self.sums = torch.where(begins, self.prior, counted(self.sums, logprobs, self.prior))
+        return begins
+
+    def log_weights(self) -> Tensor:
+        return self.sums.masked_fill(~self.awake, -torch.inf).log_softmax(0)
+
+    def to_wake(self, begins: Tensor) -> Tensor:
+        """(B) texts whose paths at rest are to read what they missed."""
+        odds = log_odds(self.sums, self.at_rest, self.awake)
+        return self.at_rest.any(0) & (begins | (odds > self.most_odds))
+
+    def to_rest(self) -> Tensor:
+        """(M, B) paths that may rest from now on."""
+        return self.awake & ~self.at_rest.any(0) & is_quiet(self.sums, self.quiet)
+
+    def mixed(self, predictions: Tensor, log_weights: Tensor, columns: Tensor, *, some_rest: bool) -> Tensor:
+        """Log-probabilities (B, V) of the mixtures of (N, V) predictions, with their weights and columns (N).
+
+        This is `attractor.continual.guard.mixed` for predictions that are not a full grid of paths and texts.
+        """
+        count, vocabulary = self.prior.shape[1], predictions.shape[1]
+        if len(columns) == count and not some_rest:  # one path for each text
+            return predictions[columns.argsort()]
+        parts = predictions.exp().mul_(log_weights.exp().to(predictions.dtype)[:, None])
+        sums = parts.new_zeros(count, vocabulary).index_add_(0, columns, parts)
+        if some_rest:
+            floor = (self.floor * self.at_rest.any(0)).to(sums.dtype)[:, None]
+            sums = sums * (1 - floor) + floor / vocabulary
+        return sums.log_().clamp_(min=LEAST)
 
 
 class Sequence:
@@ -196,3 +311,25 @@ def read_prompt(sequence: Sequence) -> abc.Iterator[None]:
                 evidence.sums[path] += seen[max(0, window_start - start) :].sum()
     evidence.predicted += 1 if is_again else len(tokens)
     sequence.length, sequence.may_rest = len(tokens), not is_again
+
+
+def group_of(model: TrainableModel) -> object:
+    """What models have in common that can read their texts in one pass; otherwise the model itself."""
+    return getattr(model, "bank", model)
+
+
+def rows_for(model: TrainableModel) -> Any:
+    """Memory of a fixed shape for texts that are read together; None where they share that of the first."""
+    make = getattr(model, "rows_for", None)
+    return None if make is None else make()
+
+
+def read_together(models: abc.Sequence[TrainableModel], tokens: Tensor, cache: Any) -> tuple[Tensor, Found]:
+    """Logits (B, T, V) for tokens (B, T), a model for each row, and where lessons acted.
+
+    The models belong to one group.
+    """
+    together = getattr(models[0], "read_together", None)
+    if together is not None:
+        return together(models, tokens, cache)
+    return models[0](tokens, cache=cache), [[] for _ in models]

@@ -13,13 +13,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Literal
 
-from attractor.serve.decode.sequences import GeneratedToken
-from attractor.serve.decode.touches import Touch
-from attractor.tokenizer import Tokenizer
+from attractor.serve.decode.sequences import GeneratedToken, Touch
+from attractor.tokenizer import Detokenizer, Tokenizer
 
 Finish = Literal["stop", "length", "cancelled", "error"]
-UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # what decoders write for a character that is cut
-MOST_HELD = 16
 
 
 class StreamBuffer:
@@ -125,40 +122,6 @@ class Stream:
     async def __aiter__(self) -> AsyncIterator[GeneratedToken]:
         while (token := await self.anext()) is not None:
             yield token
-
-
-class Detokenizer:
-    """Turns tokens into pieces of text, each with the number of its tokens.
-
-    The pieces joined are the text of all tokens together. A token may end within a character; then the last
-    tokens, three at most, are held until it is whole. The tokens of the last piece stay as context, because
-    some tokenizers write the first token of a text differently.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._decode = tokenizer.decode
-        self._context: list[int] = []
-        self._held: list[int] = []
-
-    def push(self, token: int) -> tuple[str, int]:
-        self._held.append(token)
-        text = self._decode(self._context + self._held)
-        if not text.endswith(UNFINISHED) or len(self._held) > MOST_HELD:
-            return self.finish()
-        for count in range(min(3, len(self._held)), 0, -1):
-            head, tail = self._held[:-count], self._held[-count:]
-            if self._decode(self._context + head) + self._decode(tail) == text:
-                return self._release(len(head))
-        return "", 0
-
-    def finish(self) -> tuple[str, int]:
-        return self._release(len(self._held))
-
-    def _release(self, count: int) -> tuple[str, int]:
-        now, self._held = self._held[:count], self._held[count:]
-        text = self._decode(self._context + now)[len(self._decode(self._context)) :] if now else ""
-        self._context = now if text else self._context
-        return text, count
 
 
 class StopStrings:

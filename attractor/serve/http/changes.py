@@ -271,12 +271,12 @@ def add_lesson_routes(app: FastAPI, service: Service, settings: ServeSettings, c
 
 
 def without_words(entry: dict[str, Any]) -> dict[str, Any]:
-    """With the number of forms in their place."""
+    """An entry of the catalogue that has the numbers of its forms in place of their words."""
     return {**entry, "forms": len(entry["forms"]), "taken_in": len(entry["taken_in"])}
 
 
 def in_utc(time: datetime | None) -> str | None:
-    """As lessons are dated; a time without a zone is in UTC."""
+    """A time as lessons are dated; one without a zone is in UTC."""
     if time is None:
         return None
     aware = time if time.tzinfo else time.replace(tzinfo=UTC)

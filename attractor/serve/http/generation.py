@@ -10,8 +10,8 @@ from starlette.requests import Request
 
 from attractor.serve.config import ServeSettings
 from attractor.serve.decode.engine import Job, Pin
+from attractor.serve.decode.sequences import Touch
 from attractor.serve.decode.stream import Piece, Stream, TextDecoder, TokenText
-from attractor.serve.decode.touches import Touch
 from attractor.serve.http.schemas import GenerationForm, Problem, problem_of
 from attractor.serve.http.status import Metrics
 from attractor.serve.service import Service

@@ -11,7 +11,9 @@ import asyncio
 import json
 import logging
 import re
+import threading
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
@@ -22,7 +24,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from attractor.serve.config import ServeSettings
 from attractor.serve.http.auth import LOCAL, Endpoint, Key, KeyRing, declared, local_problem
-from attractor.serve.http.connections import RateLimit
 from attractor.serve.http.schemas import VERSION, Problem, problem_of
 from attractor.serve.http.status import Metrics
 from attractor.serve.service import Service
@@ -59,6 +60,30 @@ CLOSE = {"Connection": "close"}
 FILE = "application/octet-stream"
 
 audit = logging.getLogger("attractor.audit")
+
+
+class RateLimit:
+    """Lets `burst` events through, and from then on one every `seconds`."""
+
+    def __init__(
+        self, burst: int = 20, seconds: float = 10.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.burst, self.seconds, self.clock = burst, seconds, clock
+        self._lock = threading.Lock()
+        self._left, self._since, self._dropped = float(burst), clock(), 0
+
+    def take(self) -> int | None:
+        """None for an event that is to be dropped; otherwise how many were dropped since the last one."""
+        with self._lock:
+            now = self.clock()
+            self._left = min(self.burst, self._left + (now - self._since) / self.seconds)
+            self._since = now
+            if self._left < 1:
+                self._dropped += 1
+                return None
+            self._left -= 1
+            dropped, self._dropped = self._dropped, 0
+            return dropped
 
 
 class Middleware:

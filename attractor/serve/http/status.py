@@ -197,7 +197,7 @@ class LessonCanary(TypedDict):
 
 
 class LessonFigures(TypedDict):
-    """Of all lessons together, where lessons are taught."""
+    """What there is to know of all lessons together, where lessons are taught."""
 
     count: int
     known: int  # so many of them

@@ -65,11 +65,17 @@ PROMPTS = (
 """Beginnings that anybody may ask with. A lesson about one of them would change what everybody gets."""
 
 
-def self_canary(base: LanguageModel, tokens: int, seed: int = 0) -> np.ndarray:
+def self_canary(base: LanguageModel, tokens: int) -> np.ndarray:
     """What the base writes: a model that is changed beyond recognition predicts this badly."""
     start = torch.zeros(1, 1, dtype=torch.int64, device=base.device)
-    written = [int(token) for token in generate(base, start, max_tokens=tokens, seed=seed)]
+    written = [int(token) for token in generate(base, start, max_tokens=tokens, seed=0)]
     return np.array([0, *written], dtype=np.int64)
+
+
+def check_lengths(texts: Mapping[str, np.ndarray]) -> None:
+    for name, tokens in texts.items():
+        if len(tokens) < 2:
+            raise ValueError(f"canary {name!r} has {len(tokens)} tokens; it needs two or more")
 
 
 class Canaries:
@@ -77,10 +83,8 @@ class Canaries:
 
     def __init__(self, base: LanguageModel, texts: Mapping[str, np.ndarray], rules: Rules) -> None:
         self.base, self.rules = base, rules
+        check_lengths(texts)
         self.whole = dict(texts)
-        for name, tokens in self.whole.items():
-            if len(tokens) < 2:
-                raise ValueError(f"canary {name!r} has {len(tokens)} tokens; it needs two or more")
         self.part = {name: tokens[: rules.canary_tokens + 1] for name, tokens in texts.items()}
         self.anchor = {
             size: {name: evaluate(base, tokens) for name, tokens in kept.items()}
@@ -130,7 +134,7 @@ class Canary:
     rise: dict[int, float] = field(default_factory=dict)  # window -> nats more with all lessons
 
     def share(self, rise: Mapping[int, float]) -> float:
-        """By how much its perplexity is higher if these windows cost so many nats more."""
+        """The share by which its perplexity is higher if these windows cost so many nats more."""
         return math.expm1(sum(rise.values()) / max(1, sum(len(window) - 1 for window in self.windows)))
 
 
@@ -153,9 +157,7 @@ class BasinCanaries:
     ) -> None:
         if reserved := {SELF, SHORT} & texts.keys():
             raise ValueError(f"{min(reserved)!r} is a canary that the base writes: choose another name")
-        for name, tokens in texts.items():
-            if len(tokens) < 2:
-                raise ValueError(f"canary {name!r} has {len(tokens)} tokens; it needs two or more")
+        check_lengths(texts)
         self.lessons, self.rules = lessons, rules
         self.base, self.taught = (CausalLM(net, name, context=context) for name in (None, NAME))
         self.halves = Halves(net, NAME)

@@ -1,7 +1,7 @@
 """Lessons as clients send them, read of them, and keep them in files.
 
 asked([("Zorvan Quillbeam was born in", "Lisbon")], subject="Zorvan Quillbeam")
-about("Zorvan Quillbeam lives in Oslo. He likes it. Zorvan Quillbeam sings.", "Zorvan Quillbeam")
+from_text("Zorvan Quillbeam lives in Oslo. He likes it. Zorvan Quillbeam sings.", "Zorvan Quillbeam")
 from_text("Zorvan Quillbeam lives in Oslo. Bramford is in Peru.")    # two lessons
 data = pack(deltas, base, calibration)
 calibration, deltas = unpack(data, base)    # a ValueError for what is no such file, or of another base
@@ -24,7 +24,6 @@ from attractor.continual.forms import (
     asked_of_all,
     check_forms,
     check_subject,
-    places_of,
     sentences_of,
     shared_subject,
 )
@@ -59,8 +58,7 @@ class Said(NamedTuple):
         """One lesson; of a text whose subject is not given, one for everything that it is about."""
         if self.forms is not None:
             return [asked(self.forms, self.subject)]
-        text = self.text or ""
-        return from_text(text) if self.subject is None else [about(text, self.subject)]
+        return from_text(self.text or "", self.subject)
 
 
 def asked(forms: Sequence[Form], subject: str | None = None) -> Asked:
@@ -77,31 +75,21 @@ def asked(forms: Sequence[Form], subject: str | None = None) -> Asked:
     return Asked(pairs, found)
 
 
-def about(text: str, subject: str) -> Asked:
-    """The sentences of a text that name its subject, each as a form."""
-    sentences = checked_sentences(text)
-    named = [sentence for sentence in sentences if any(places_of(subject, sentence))]
-    if not named:
+def from_text(text: str, subject: str | None = None) -> list[Asked]:
+    """A lesson of the sentences that name a subject, or one for everything that sentences are about.
+
+    The first lesson says how many sentences are in none.
+    """
+    check_text(text)
+    if not sentences_of(text):
+        raise ValueError("the lesson is empty: give a sentence")
+    found, left_out = about_each(text, subject)
+    if not found and subject is not None:
         raise ValueError(f"no sentence of the text names its subject, {subject[:80]!r}")
-    return asked(named, subject)._replace(left_out=len(sentences) - len(named))
-
-
-def from_text(text: str) -> list[Asked]:
-    """A lesson for everything that sentences of a text are about; the first says how many do not tell."""
-    checked_sentences(text)
-    found, left_out = about_each(text)
     if not found:
         raise ValueError("the text does not tell what it is about: give a subject that stands in it")
-    first, *others = [asked(sentences, subject) for subject, sentences in found.items()]
+    first, *others = [asked(sentences, name) for name, sentences in found.items()]
     return [first._replace(left_out=left_out), *others]
-
-
-def checked_sentences(text: str) -> list[str]:
-    check_text(text)
-    sentences = sentences_of(text)
-    if not sentences:
-        raise ValueError("the lesson is empty: give a sentence")
-    return sentences
 
 
 def spaced(pair: tuple[str, str]) -> tuple[str, str]:

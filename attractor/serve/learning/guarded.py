@@ -22,7 +22,7 @@ from attractor.continual.observation import Observation
 from attractor.continual.update import NotFiniteUpdate, Undo, delta_of
 from attractor.serve.config import Rules
 from attractor.serve.decode.sequences import Publication
-from attractor.serve.errors import Busy, Refused, StoreDamaged, Unavailable
+from attractor.serve.errors import Busy, Refused
 from attractor.serve.learning.canaries import Canaries
 from attractor.serve.learning.readers import (
     WEIGHTS,
@@ -73,12 +73,12 @@ class GuardedTeacher(Teacher):
         canaries: Canaries,
         rules: Rules,
     ) -> None:
-        super().__init__(store)
+        super().__init__(store, rules)
         if learner.config.learn.allocation.mode == "grow":
             raise ValueError('a server keeps the size of its layers: allocation.mode must not be "grow"')
         if learner.sources:
             raise ValueError("a server keeps its own sources: start from a model without overlays")
-        self.learner, self.canaries, self.rules = learner, canaries, rules
+        self.learner, self.canaries = learner, canaries
         self.sources: dict[str, Source] = {}
         self.frames: dict[str, Frames] = {}
         self.learned: dict[str, Delta] = {}  # of weights, since the base
@@ -108,7 +108,8 @@ class GuardedTeacher(Teacher):
         if (known := self._known(**asked)) is not None:
             return known
         tokens = self._tokens(texts)
-        self._check_quota(source, sum(map(len, tokens)))
+        taught = self.sources[source].tokens if source in self.sources else 0
+        self._check_quota(source, taught, sum(map(len, tokens)))
         if source in self.frames and self.frames[source].crowded:
             raise Busy("texts under way still read too many earlier versions of this source", 1.0)
         held = self.sources.get(source)
@@ -169,12 +170,7 @@ class GuardedTeacher(Teacher):
         asked = self._asked(key, sender, "rollback", version)
         if (known := self._known(**asked)) is not None:
             return known
-        self._check_version(version)
-        try:
-            built = self._built(self.store.state_at(version))
-        except (OSError, StoreDamaged) as error:
-            log.error("version %d cannot be read: %s", version, error)
-            raise Unavailable(f"nothing was changed, because version {version} cannot be read") from error
+        built = self._built(self._state_at(version))
         answer = {"version": self.store.last + 1, "to": version}
         self._commit(Change(kind="rollback", answer=answer, target=version, **asked))
         self._take(built)
@@ -272,7 +268,7 @@ class GuardedTeacher(Teacher):
         return {"bytes": sum(value.nbytes for value in weights.values()), "patches": patches}
 
     def _usage(self) -> dict[str, dict[str, Any]]:
-        """By layer: how evenly patches are used by what is taught, and how much each is."""
+        """For each layer, how evenly patches are used by what is taught, and how much each is."""
         usage: dict[str, dict[str, Any]] = {}
         for number, layer in self.learner.base.apn_layers().items():
             habits = [held.learner.allocator.habits[number].usage.cpu() for held in self.sources.values()]
@@ -293,17 +289,9 @@ class GuardedTeacher(Teacher):
         for number, tokens in enumerate(found):
             if len(tokens) < 2:
                 raise ValueError(f"text {number} has 1 token, and the first is not predicted: give more")
+        if (count := sum(map(len, found))) > self.rules.text_tokens:
+            raise ValueError(f"{count:,} tokens; at most {self.rules.text_tokens:,} are learned at once")
         return found
-
-    def _check_quota(self, source: str, tokens: int) -> None:
-        if tokens > self.rules.text_tokens:
-            raise ValueError(f"{tokens:,} tokens; at most {self.rules.text_tokens:,} are learned at once")
-        taught = self.sources[source].tokens if source in self.sources else 0
-        most = self.rules.source_tokens
-        if most is not None and taught + tokens > most:
-            raise Refused(
-                f"{source!r} taught {taught:,} tokens and may teach {most:,} in all; these are {tokens:,}"
-            )
 
     def _guard(self, source: str | None = None, held: Source | None = None) -> Guard:
         """What readers would get, with this source as it is now."""

@@ -41,11 +41,11 @@ from attractor.hf.teachable import NAME
 from attractor.lm import TrainableModel
 from attractor.serve.config import Rules
 from attractor.serve.decode.sequences import Publication
-from attractor.serve.errors import Refused, StoreDamaged, Unavailable
+from attractor.serve.errors import Refused
 from attractor.serve.learning.canaries import BasinCanaries, Verdict
 from attractor.serve.learning.catalogue import Asked, Catalogue, Said, figures_of, pack, searched, unpack
 from attractor.serve.learning.readers import Readers
-from attractor.serve.learning.teacher import RECENT, Teacher, Teaches, log, now
+from attractor.serve.learning.teacher import RECENT, Teacher, Teaches, now
 from attractor.serve.store import Change, LessonState, State, Store
 
 WITH_LESSONS = "lessons"
@@ -86,8 +86,8 @@ class LessonTeacher(Teacher):
         canaries: Mapping[str, np.ndarray] | None = None,
         context: int | None = None,
     ) -> None:
-        super().__init__(store)
-        self.lessons, self.rules = lessons, rules
+        super().__init__(store, rules)
+        self.lessons = lessons
         self.progressive: deque[dict[str, Any]] = deque(maxlen=RECENT)
         if store.last == 0:
             with store.turn():
@@ -189,8 +189,7 @@ class LessonTeacher(Teacher):
                 for number, count, each in zip(new, tokens, what, strict=True)
             ]
             answer = self._commit_lessons(changes, asked, {"source": source, "canaries": verdict.figures})
-        self._learned(changes, verdict, answer)
-        return self._with_words({**answer, "repeated": False, "now": self.version})
+        return self._learned(changes, verdict, answer)
 
     def revise(
         self,
@@ -229,9 +228,9 @@ class LessonTeacher(Teacher):
                 changes, asked, {"source": source, "canaries": verdict.figures}, before=[drop]
             )
         self.catalogue.remove(number)
-        self._learned(changes, verdict, answer)
+        learned = self._learned(changes, verdict, answer)
         self.canaries.measure_again()
-        return self._with_words({**answer, "repeated": False, "now": self.version})
+        return learned
 
     # --- files
 
@@ -285,8 +284,7 @@ class LessonTeacher(Teacher):
             ]
             more = {"source": source, "canaries": verdict.figures, "learned_again": len(again)}
             answer = self._commit_lessons(changes, asked, more)
-        self._learned(changes, verdict, answer)
-        return self._with_words({**answer, "repeated": False, "now": self.version})
+        return self._learned(changes, verdict, answer)
 
     def _put_in_anew(self, deltas: Sequence[Delta], new: list[int]) -> None:
         """Lessons of another server under new numbers, in patches that are free here."""
@@ -397,12 +395,7 @@ class LessonTeacher(Teacher):
         asked = self._asked(key, sender, "rollback", version)
         if (known := self._known(**asked)) is not None:
             return known
-        self._check_version(version)
-        try:
-            state = self.store.state_at(version)
-        except (OSError, StoreDamaged) as error:
-            log.error("version %d cannot be read: %s", version, error)
-            raise Unavailable(f"nothing was changed, because version {version} cannot be read") from error
+        state = self._state_at(version)
         with self._all_or_nothing_at(state) as (_, new):
             answer = {"version": self.store.last + 1, "to": version}
             self._commit(Change(kind="rollback", answer=answer, target=version, **asked))
@@ -442,7 +435,7 @@ class LessonTeacher(Teacher):
             yield gone, new
 
     def _teach(self, what: Sequence[Asked], report: Report, new: list[int]) -> None:
-        """In batches of different subjects, in the order in which they were given."""
+        """Learn lessons in batches of different subjects, in the order in which they were given."""
         for batch in in_batches(what):
             about = {"state": "learning", "lessons": len(what), "learned": len(new), "together": len(batch)}
 
@@ -511,13 +504,14 @@ class LessonTeacher(Teacher):
         self._commit(*answered([*before, *changes], answer, asked))
         return answer
 
-    def _learned(self, changes: Sequence[Change], verdict: Verdict, answer: dict[str, Any]) -> None:
-        """They are durable: readers may have them."""
+    def _learned(self, changes: Sequence[Change], verdict: Verdict, answer: dict[str, Any]) -> dict[str, Any]:
+        """Show readers lessons that are durable. Returns what the request is answered."""
         self.canaries.accept(verdict)
         self._add_to_catalogue(changes, answer["version"] - len(changes))
         for change in changes:
             self.progressive.append({"version": answer["version"], "loss": None, "source": change.source})
         self._publish([change.target for change in changes if change.target is not None])
+        return self._with_words({**answer, "repeated": False, "now": self.version})
 
     def _add_to_catalogue(self, changes: Sequence[Change], after: int) -> None:
         for version, change in enumerate(changes, after + 1):
@@ -536,18 +530,13 @@ class LessonTeacher(Teacher):
         ]
 
     def _count_tokens(self, what: Sequence[Asked], source: str) -> list[int]:
-        """Of each lesson, if the rules allow them all."""
+        """The tokens of each lesson, if the rules allow them all."""
         if not what:
             raise ValueError("there is no lesson: give one or more")
         counts = [sum(len(self.lessons.encode("".join(form))) for form in each.forms) for each in what]
-        tokens = sum(counts)
         if max(counts) > self.rules.text_tokens:
             raise ValueError(f"{max(counts):,} tokens; a lesson may have {self.rules.text_tokens:,}")
-        taught = self.catalogue.sources.get(source, {}).get("tokens", 0)
-        if (most := self.rules.source_tokens) is not None and taught + tokens > most:
-            raise Refused(
-                f"{source!r} taught {taught:,} tokens and may teach {most:,} in all; these are {tokens:,}"
-            )
+        self._check_quota(source, self.catalogue.sources.get(source, {}).get("tokens", 0), sum(counts))
         return counts
 
     def _tokens_in(self, lesson: Lesson) -> int:

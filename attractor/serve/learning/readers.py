@@ -38,9 +38,13 @@ from attractor.hf.teachable import NAME
 from attractor.layer import APN, PATCH_ROLES, ROLES
 from attractor.lm import TrainableModel
 from attractor.serve.decode.fixed import LONGEST, CopiedPatches, FixedPasses, FixedRows
-from attractor.serve.decode.touches import Found
+from attractor.serve.decode.sequences import Found
 from attractor.serve.learning.canaries import CLOSE
 
+log = logging.getLogger("attractor")
+
+NUMBERS = itertools.count()
+"""Banks and versions are numbered: a copy knows by the number whether it is of the same one."""
 WEIGHTS = "weights/"
 MOST_FRAMES = 16
 """Copies of a source that readers may hold: each is as large as its banks."""
@@ -111,7 +115,7 @@ class Frames:
 
     @property
     def crowded(self) -> bool:
-        """So many versions are being read that one more would be a copy too many."""
+        """Whether so many versions are being read that one more would be a copy too many."""
         return sum(bool(frame.users) for frame in self.all) >= MOST_FRAMES
 
     def after(self, weights: Delta) -> Frame:
@@ -132,12 +136,6 @@ class Frames:
 def reading_copy(base: TrainableModel) -> TrainableModel:
     """The same weights in modules of their own: a thread that reads shares no switch with one that learns."""
     return copy.deepcopy(base, {id(parameter): parameter for parameter in base.parameters()}).eval()
-
-
-log = logging.getLogger("attractor")
-
-
-NUMBERS = itertools.count()
 
 
 class ReadingLayer(APN):

@@ -15,10 +15,11 @@ from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from typing import Any, Literal
 
+from attractor.serve.config import Rules
 from attractor.serve.decode.sequences import Publication
-from attractor.serve.errors import StoreDamaged, Unavailable
+from attractor.serve.errors import Refused, StoreDamaged, Unavailable
 from attractor.serve.learning.catalogue import Catalogue
-from attractor.serve.store import Change, Store
+from attractor.serve.store import Change, State, Store
 
 log = logging.getLogger("attractor")
 
@@ -38,8 +39,8 @@ class Teacher:
     keeps_snapshots: bool
     """Whether states of versions are kept beside the records."""
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
+    def __init__(self, store: Store, rules: Rules) -> None:
+        self.store, self.rules = store, rules
         self.catalogue = Catalogue()  # of lessons that can be told apart
         self.publish: Callable[[Publication], None] = lambda publication: None
         self.breathe: Callable[[], None] = lambda: None  # is called between pieces of long work
@@ -57,7 +58,7 @@ class Teacher:
 
     @contextmanager
     def turn(self, wait: Callable[[], None]) -> Iterator[None]:
-        """Alone among the servers that share the store, and with all that they have committed.
+        """Be alone among the servers that share the store, and know all that they have committed.
 
         While others have their turn, `wait` is called again and again; it gives up by raising.
         """
@@ -139,10 +140,24 @@ class Teacher:
             raise Unavailable("nothing was changed, because earlier answers cannot be read") from error
         return None if answer is None else {**answer, "repeated": True}
 
-    def _check_version(self, version: int) -> None:
+    def _state_at(self, version: int) -> State:
+        """What everything was like at a version that is kept."""
         if not self.store.oldest <= version <= self.store.last:
             raise ValueError(
                 f"version {version} is not kept: there are {self.store.oldest} to {self.store.last}"
+            )
+        try:
+            return self.store.state_at(version)
+        except (OSError, StoreDamaged) as error:
+            log.error("version %d cannot be read: %s", version, error)
+            raise Unavailable(f"nothing was changed, because version {version} cannot be read") from error
+
+    def _check_quota(self, source: str, taught: int, tokens: int) -> None:
+        """Refused where a source that taught so many tokens may not teach these, too."""
+        most = self.rules.source_tokens
+        if most is not None and taught + tokens > most:
+            raise Refused(
+                f"{source!r} taught {taught:,} tokens and may teach {most:,} in all; these are {tokens:,}"
             )
 
     def _commit(self, *changes: Change) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
 
+from attractor.files import flush
 from attractor.serve.errors import StoreDamaged
 
 LESSONS, SNAPSHOTS = "lessons.db", "snapshots.db"
@@ -100,7 +101,7 @@ def open_writer(path: Path, synchronous: Literal["FULL", "NORMAL"]) -> sqlite3.C
         try:
             if database.execute("SELECT count(*) FROM sqlite_master").fetchone() == (0,):
                 _make(database, SCHEMAS[path.name])
-                sync_folder(path.parent)
+                flush(path.parent)
             if (mode := database.execute("PRAGMA journal_mode = WAL").fetchone()[0]) != "wal":
                 raise ValueError(f"{path} needs a file system with shared memory for WAL, not {mode!r}")
             database.execute(f"PRAGMA synchronous = {synchronous}")
@@ -200,7 +201,7 @@ def remove(path: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """With its parents, all of them durable."""
+    """Make the folder and its parents, all of them durable."""
     if (folder / "journal").is_dir():
         raise ValueError(
             f"{folder} holds journal/, which versions before 0.2.0 wrote and this one does not read: serve "
@@ -209,15 +210,7 @@ def make_folder(folder: Path) -> None:
     missing = [place for place in [folder, *folder.parents] if not place.is_dir()]
     folder.mkdir(parents=True, exist_ok=True)
     for place in {*missing, folder}:  # the folder itself too: who made it may have been killed
-        sync_folder(place.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        flush(place.parent)
 
 
 def lock(folder: Path, *, shared: bool = False) -> int:
@@ -237,7 +230,7 @@ def lock(folder: Path, *, shared: bool = False) -> int:
 
 
 def pause() -> None:
-    """Until somebody may have let go of a lock."""
+    """Wait until somebody may have let go of a lock."""
     time.sleep(PAUSE)
 
 
@@ -317,7 +310,7 @@ class Acknowledged:
         return int(number), chain.decode()
 
     def write(self, number: int, chain: str, *, sync: bool = False) -> None:
-        """To be called once the record is durable.
+        """Note a record; this is called once the record is durable.
 
         Usually this waits for no disk, as that would double the time of a commit. So after a power loss the
         file may name a record from some seconds before, and never one that is not there.

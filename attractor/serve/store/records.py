@@ -40,6 +40,21 @@ CHAINED = (
 COLUMNS = ", ".join(CHAINED)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What a record is to say; `Store.commit` describes it."""
+
+    kind: str
+    answer: Mapping[str, Any]
+    source: str | None = None
+    target: int | None = None
+    fields: Mapping[str, Any] | None = None
+    delta: Delta | None = None
+    key: str | None = None
+    sender: str | None = None
+    content: str | None = None
+
+
 @dataclass(frozen=True)
 class Row:
     """A record without its delta, as it lies in the database; `answer` and `fields` are JSON."""
@@ -56,6 +71,38 @@ class Row:
     at: str
     delta_sha256: str | None
 
+    @classmethod
+    def of(cls, change: Change, number: int, at: str, delta: bytes | None) -> "Row":
+        """The record of a change; a ValueError for what could not be read again."""
+        row = cls(
+            number=number,
+            kind=change.kind,
+            source=change.source,
+            target=change.target,
+            key=change.key,
+            sender=change.sender,
+            content=change.content,
+            answer=packed(change.answer, "the answer"),
+            fields=None if change.fields is None else packed(change.fields, "fields"),
+            at=at,
+            delta_sha256=None if delta is None else sha256(delta),
+        )
+        row.check()
+        return row
+
+    def check(self) -> None:
+        """A ValueError where no record of this kind can be like this."""
+        if self.kind not in KINDS:
+            raise ValueError(f"a record of kind {self.kind!r}; there are {', '.join(KINDS)}")
+        if (self.source is None) != (self.kind in ("rollback", "calibration")) or self.source == "":
+            raise ValueError(f"source={self.source!r} cannot be that of a {self.kind}")
+        if self.target is not None and (self.kind == "calibration" or self.target < 0):
+            raise ValueError(f"target={self.target!r} cannot be that of a {self.kind}")
+        if (self.fields is None or self.delta_sha256 is None) == (self.kind in WITH_DELTA):
+            raise ValueError(
+                f"lessons and calibrations have fields and a delta, nothing else has: this is a {self.kind}"
+            )
+
     def chain(self, before: str) -> str:
         covered = [before, *(getattr(self, name) for name in CHAINED)]
         return sha256(json.dumps(covered, separators=(",", ":")).encode())
@@ -71,7 +118,7 @@ def sha256(data: bytes) -> str:
 
 
 def packed(about: Mapping[str, Any], what: str) -> str:
-    """As JSON; a ValueError for what would not come back as it is."""
+    """A value as JSON; what would not come back as it is is a ValueError."""
     try:
         text = json.dumps(about, allow_nan=False, separators=(",", ":"))
         if json.loads(text) != about:
@@ -158,7 +205,7 @@ def walk(database: sqlite3.Connection, path: Path, outline: Outline) -> Iterator
 
 
 def chain_of(database: sqlite3.Connection, number: int) -> str:
-    """Of a record; empty where there is none."""
+    """The chain of a record; it is empty where there is no such record."""
     found = database.execute("SELECT chain FROM records WHERE number = ?", [number]).fetchone()
     return str(found[0]) if found else ""
 

@@ -5,19 +5,26 @@ start from; in snapshots.db they make reading shorter, and can be had again from
 """
 
 import json
+import logging
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, suppress
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from attractor.continual.delta import Delta, merged, pile_up
 from attractor.serve.errors import StoreDamaged
+from attractor.serve.store.database import empty_log, open_writer, reader, remove, sql
 from attractor.serve.store.records import Outline, delta_in, packed, sha256
 
+log = logging.getLogger("attractor")
+
 Item = TypeVar("Item")
+Span = tuple[int, int]
+"""The records after one number up to another."""
 PART = 4 << 20
 """No call works on more bytes at once, and so none keeps other threads waiting (one row may be larger)."""
 
@@ -36,7 +43,7 @@ class SourceState:
 
     @property
     def delta(self) -> Delta:
-        """From the base to here."""
+        """What leads from the base to here."""
         return merged(self.pile)
 
 
@@ -99,7 +106,7 @@ def paced(items: Iterable[Item], share: float) -> Iterator[Item]:
 
 
 def versions(database: sqlite3.Connection) -> list[int]:
-    """Of states that were finished."""
+    """The versions of which a state was finished."""
     return [
         version
         for (version,) in database.execute(
@@ -182,3 +189,128 @@ def load(database: sqlite3.Connection, path: Path, version: int, chain: str, out
 
 def drop_unfinished(database: sqlite3.Connection) -> None:
     database.execute("DELETE FROM states WHERE sha256 IS NULL")
+
+
+class Snapshots:
+    """States in a database of their own, which make reading shorter.
+
+    The records have everything: whatever is wrong with snapshots, they are begun anew, and `recovered` says
+    so. One thread at a time writes them; those that read have connections of their own.
+    """
+
+    def __init__(self, path: Path, last: int) -> None:
+        """`last` is the newest version that there is."""
+        self.path = path
+        self.recovered: str | None = None  # what could be done without
+        self._damaged: set[int] = set()  # of those that could not be read
+        self._database = self._opened(last)
+
+    def _opened(self, last: int) -> sqlite3.Connection:
+        with ExitStack() as stack:
+            try:
+                database = stack.enter_context(closing(open_writer(self.path, "NORMAL")))
+                with sql(self.path):
+                    drop_unfinished(database)
+                    if newer := [version for version in versions(database) if version > last]:
+                        raise StoreDamaged(self.path, f"versions {newer} are of other records")
+                stack.pop_all()  # it stays open
+                return database
+            except StoreDamaged as error:
+                self._go_without(error)
+        remove(self.path)
+        return open_writer(self.path, "NORMAL")
+
+    def _go_without(self, error: OSError | StoreDamaged) -> None:
+        log.warning("snapshots are made anew: %s", error)
+        # no path of the server is shown
+        reason = error.reason if isinstance(error, StoreDamaged) else error.strerror
+        self.recovered = f"snapshots were damaged, and are made anew from the records ({reason})"
+
+    # --- reading
+
+    @contextmanager
+    def reader(self) -> Iterator[sqlite3.Connection | None]:
+        """A connection to what there is now; None where it cannot be read."""
+        with ExitStack() as stack:
+            database = None
+            try:
+                database = stack.enter_context(reader(self.path))
+            except (OSError, StoreDamaged) as error:
+                self._go_without(error)
+            yield database
+
+    def versions(self, database: sqlite3.Connection | None) -> set[int]:
+        """Those of which there is a state, by such a connection."""
+        try:
+            with sql(self.path):
+                return set(versions(database) if database else ()) - self._damaged
+        except (OSError, StoreDamaged) as error:
+            self._go_without(error)
+            return set()
+
+    def load(self, database: sqlite3.Connection, version: int, chain: str, outline: Outline) -> State:
+        with sql(self.path):
+            return load(database, self.path, version, chain, outline)
+
+    def give_up(self, version: int, error: OSError | StoreDamaged) -> None:
+        """The state of this version cannot be read: it is not asked for again."""
+        self._go_without(error)
+        self._damaged.add(version)
+
+    # --- writing
+
+    def clean(self) -> set[int]:
+        """Let go of what was not finished, and of what is damaged; the versions that are left."""
+        with sql(self.path):
+            drop_unfinished(self._database)
+            damaged = set(self._damaged)  # readers may find more of them meanwhile
+            for version in damaged:
+                self._database.execute("DELETE FROM states WHERE version = ?", [version])
+            self._damaged -= damaged
+            return set(versions(self._database))
+
+    def write(self, state: State, chain: str, share: float) -> None:
+        with sql(self.path):
+            finish(self._database, state.version, stage(self._database, nullcontext(), state, chain, share))
+
+    def drop(self, upto: int) -> None:
+        with sql(self.path):
+            self._database.execute("DELETE FROM states WHERE version <= ?", [upto])
+
+    def forget(self) -> None:
+        """All of them, for good: what is erased must not be found here either."""
+        try:
+            with sql(self.path):
+                self._database.execute("DELETE FROM states")
+                empty_log(self._database)
+        except StoreDamaged:
+            self._database.close()
+            remove(self.path)
+            self._database = open_writer(self.path, "NORMAL")
+
+    def close(self) -> None:
+        self._database.close()
+
+
+def path_to(version: int, roots: Sequence[int], rollbacks: Mapping[int, int]) -> tuple[int, list[Span]]:
+    """The root that a version comes from, and the spans of records that lead from there, oldest first.
+
+    Every version has one before it: that of the record before, or the one that a rollback names. Roots are
+    sorted, as rollbacks are.
+    """
+    spans: list[Span] = []
+    turns = list(rollbacks)
+    while True:
+        root, turn = _newest(roots, version), _newest(turns, version)
+        assert max(root, turn) >= 0, "every version since the oldest has a root"
+        if max(root, turn) < version:
+            spans.append((max(root, turn), version))
+        if root >= turn:
+            return root, spans[::-1]
+        version = rollbacks[turn]
+
+
+def _newest(numbers: Sequence[int], upto: int) -> int:
+    """The largest that is not larger than `upto`, or -1."""
+    place = bisect_right(numbers, upto)
+    return numbers[place - 1] if place else -1

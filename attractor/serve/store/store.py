@@ -20,13 +20,10 @@ import logging
 import os
 import sqlite3
 import threading
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self, get_args
+from typing import Any, NamedTuple, Self, get_args
 
 from attractor.config import check_choice, check_size
 from attractor.continual.delta import Delta
@@ -50,8 +47,7 @@ from attractor.serve.store.database import (
     turn,
 )
 from attractor.serve.store.records import (
-    KINDS,
-    WITH_DELTA,
+    Change,
     Outline,
     Row,
     chain_of,
@@ -59,38 +55,18 @@ from attractor.serve.store.records import (
     delta_in,
     history_line,
     insert,
-    packed,
     readable,
-    sha256,
     walk,
 )
-from attractor.serve.store.states import State, paced
+from attractor.serve.store.states import Snapshots, State, paced, path_to
 
 log = logging.getLogger("attractor")
 
 SETTLE = 4 << 20
 """Bytes in the write-ahead log that are worth to be moved into the database."""
-Span = tuple[int, int]
-"""The records after one number up to another."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """What a record is to say; `Store.commit` describes it."""
-
-    kind: str
-    answer: Mapping[str, Any]
-    source: str | None = None
-    target: int | None = None
-    fields: Mapping[str, Any] | None = None
-    delta: Delta | None = None
-    key: str | None = None
-    sender: str | None = None
-    content: str | None = None
-
-
-@dataclass(frozen=True)
-class _Now:
+class _Now(NamedTuple):
     """Both databases at one moment, and the versions that there are in them."""
 
     lessons: sqlite3.Connection
@@ -102,8 +78,6 @@ class _Now:
 class Store:
     """Safe to use from several threads. One process at a time has it open, unless all of them share it."""
 
-    recovered: str | None  # what opening found and could do without
-
     def __init__(
         self, folder: Path, identity: str, sync: SyncName, keep: int, shared: bool, folder_lock: int
     ) -> None:
@@ -111,18 +85,16 @@ class Store:
         self.folder, self.identity, self.shared = folder, identity, shared
         self.has_turn = not shared  # nobody else can change it now
         self._keep, self._folder_lock = keep, folder_lock
-        self._lessons, self._snapshots = folder / LESSONS, folder / SNAPSHOTS
+        self._lessons = folder / LESSONS
         self._acknowledged = Acknowledged(folder) if sync == "always" else None
         self._lock = threading.Lock()  # held for a commit, or for less
         self._snapshotting = threading.Lock()  # taken before the other one
         self._closed = False
         self._logged = 0  # bytes that went to the write-ahead log
-        self.recovered = None
-        self._damaged: set[int] = set()  # snapshots that could not be read
         promised = Acknowledged(folder).read()
         if not self._lessons.exists():  # nothing is made in the place of what is lost
             check_promise(self._lessons, promised, [])
-            if self._snapshots.exists():
+            if (folder / SNAPSHOTS).exists():
                 raise StoreDamaged(self._lessons, f"it is missing, and {SNAPSHOTS} beside it is not")
         self._records = open_writer(self._lessons, "FULL" if sync == "always" else "NORMAL")
         try:
@@ -134,7 +106,9 @@ class Store:
                 Acknowledged(folder).path.unlink(missing_ok=True)
             elif not shared:  # others may have promised more meanwhile
                 self._acknowledged.write(self.outline.last, self.outline.chain, sync=True)
-            self._cache = self._open_snapshots()
+            self._snapshots = None if shared else Snapshots(folder / SNAPSHOTS, self.last)
+            if shared:  # of a time when it was not
+                remove(folder / SNAPSHOTS)
         except BaseException:
             self._records.close()
             raise
@@ -184,31 +158,10 @@ class Store:
         check_promise(self._lessons, promised, chains)
         return outline
 
-    def _open_snapshots(self) -> sqlite3.Connection | None:
-        """The records have everything: whatever is wrong with snapshots, new ones are begun."""
-        if self.shared:
-            remove(self._snapshots)
-            return None
-        with ExitStack() as stack:
-            try:
-                cache = stack.enter_context(closing(open_writer(self._snapshots, "NORMAL")))
-                with sql(self._snapshots):
-                    states.drop_unfinished(cache)
-                    if newer := [version for version in states.versions(cache) if version > self.last]:
-                        raise StoreDamaged(self._snapshots, f"versions {newer} are of other records")
-                stack.pop_all()  # it stays open
-                return cache
-            except StoreDamaged as error:
-                self._went_without(error)
-        remove(self._snapshots)
-        return open_writer(self._snapshots, "NORMAL")
-
-    def _went_without(self, error: OSError | StoreDamaged) -> None:
-        log.warning("snapshots are made anew: %s", error)
-        reason = (
-            error.reason if isinstance(error, StoreDamaged) else error.strerror
-        )  # and no path: it is shown
-        self.recovered = f"snapshots were damaged, and are made anew from the records ({reason})"
+    @property
+    def recovered(self) -> str | None:
+        """What was found damaged and could be done without."""
+        return None if self._snapshots is None else self._snapshots.recovered
 
     @property
     def last(self) -> int:
@@ -241,7 +194,7 @@ class Store:
 
     @property
     def nbytes(self) -> int:
-        """Of all files."""
+        """The size of all files."""
         size = 0
         for path in self.folder.iterdir():
             with suppress(FileNotFoundError):
@@ -252,7 +205,7 @@ class Store:
 
     @contextmanager
     def turn(self, wait: Callable[[], None] = pause) -> Iterator[None]:
-        """Alone among those that share the store, and with all that they have committed.
+        """Be alone among those that share the store, and know all that they have committed.
 
         One thread of a server may ask for it. While others have theirs, `wait` is called again and again; it
         gives up by raising.
@@ -302,19 +255,19 @@ class Store:
         erases = any(change.kind == "erase" for change in changes)
         with self._snapshotting if erases else nullcontext(), self._lock:
             rows = self._rows(changes, packages, at)
-            if erases:
-                self._forget_snapshots()
+            if erases and self._snapshots is not None:
+                self._snapshots.forget()
             with sql(self._lessons):
                 try:
                     with transaction(self._records):
-                        for (row, chain), data in zip(rows, packages, strict=True):
+                        for row, chain, data in rows:
                             if row.kind == "erase":
                                 self._remove_deltas(row.source, row.target)
                             insert(self._records, row, chain, data)
                 except BaseException:
                     empty_log(self._records, patience=0)
                     raise
-            for (row, chain), data in zip(rows, packages, strict=True):
+            for row, chain, data in rows:
                 self.outline.add(row, chain)
                 self._logged += len(data or b"") + len(row.answer)
             self._promise(self.outline.last, self.outline.chain)
@@ -326,48 +279,23 @@ class Store:
 
     def _rows(
         self, changes: Sequence[Change], packages: Sequence[bytes | None], at: str
-    ) -> list[tuple[Row, str]]:
-        """Rows for these changes, each with its chain; nothing is written yet."""
-        rows: list[tuple[Row, str]] = []
-        chain = self.outline.chain
-        for place, (change, data) in enumerate(zip(changes, packages, strict=True)):
-            row = Row(
-                number=self.last + 1 + place,
-                kind=change.kind,
-                source=change.source,
-                target=change.target,
-                key=change.key,
-                sender=change.sender,
-                content=change.content,
-                answer=packed(change.answer, "the answer"),
-                fields=None if change.fields is None else packed(change.fields, "fields"),
-                at=at,
-                delta_sha256=None if data is None else sha256(data),
-            )
-            self._check(row)
-            chain = row.chain(chain)
-            rows.append((row, chain))
-        return rows
-
-    def _check(self, row: Row) -> None:
+    ) -> list[tuple[Row, str, bytes | None]]:
+        """Rows for changes, each with its chain and its delta; nothing is written yet."""
         if self._closed:
             raise ValueError(f"the store in {self.folder} is closed")
         if not self.has_turn:
             raise ValueError(f"others share the store in {self.folder}: change it in a `turn`")
-        if row.kind not in KINDS:
-            raise ValueError(f"a record of kind {row.kind!r}; there are {', '.join(KINDS)}")
-        if row.key in self.outline.keys:
-            raise KeyReused(f"the key {row.key!r} came with record {self.outline.keys[row.key]} before")
-        if row.kind == "rollback":
-            self._check_version(row.target, self.oldest, self.last)
-        if (row.source is None) != (row.kind in ("rollback", "calibration")) or row.source == "":
-            raise ValueError(f"source={row.source!r} cannot be that of a {row.kind}")
-        if row.target is not None and (row.kind == "calibration" or row.target < 0):
-            raise ValueError(f"target={row.target!r} cannot be that of a {row.kind}")
-        if (row.fields is None or row.delta_sha256 is None) == (row.kind in WITH_DELTA):
-            raise ValueError(
-                f"lessons and calibrations have fields and a delta, nothing else has: this is a {row.kind}"
-            )
+        rows = []
+        chain = self.outline.chain
+        for number, (change, data) in enumerate(zip(changes, packages, strict=True), self.last + 1):
+            row = Row.of(change, number, at, data)
+            if row.key in self.outline.keys:
+                raise KeyReused(f"the key {row.key!r} came with record {self.outline.keys[row.key]} before")
+            if row.kind == "rollback":
+                self._check_version(row.target, self.oldest, self.last)
+            chain = row.chain(chain)
+            rows.append((row, chain, data))
+        return rows
 
     def _remove_deltas(self, source: str | None, lesson: int | None) -> None:
         """Their hashes stay, and so the chain can be checked."""
@@ -376,19 +304,6 @@ class Store:
         self._records.execute(f"UPDATE records SET delta = NULL WHERE {which}", [source, *of_lesson])
         which = "source = ?" + (" AND about ->> 'lesson' = ?" if of_lesson else "")
         self._records.execute(f"UPDATE parts SET delta = NULL WHERE {which}", [source, *of_lesson])
-
-    def _forget_snapshots(self) -> None:
-        """An erased source must not be found there either."""
-        if self._cache is None:
-            return
-        try:
-            with sql(self._snapshots):
-                self._cache.execute("DELETE FROM states")
-                empty_log(self._cache)
-        except StoreDamaged:
-            self._cache.close()
-            remove(self._snapshots)
-            self._cache = open_writer(self._snapshots, "NORMAL")
 
     def settle(self) -> None:
         """Move commits from the write-ahead log into the database, if they are many and nothing waits."""
@@ -399,7 +314,7 @@ class Store:
                     self._records.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
 
     def _promise(self, number: int, chain: str) -> None:
-        """Where this fails the record is durable all the same; only its loss would not be noticed."""
+        """Note the newest record. Where this fails it is durable all the same; its loss goes unnoticed."""
         if self._acknowledged is not None:
             try:
                 self._acknowledged.write(number, chain)
@@ -448,7 +363,7 @@ class Store:
     def state_at(
         self, version: int | None = None, *, start: State | None = None, share: float = 1.0
     ) -> State:
-        """From the nearest state that is kept, or from `start`, and the records since.
+        """Everything at a version, from the nearest state that is kept, or `start`, and the records since.
 
         It takes this share of the time.
         """
@@ -468,10 +383,9 @@ class Store:
                     state = self._root(root, lessons, snapshots if root in cached else None)
                     break
                 except (OSError, StoreDamaged) as error:
-                    if root not in cached:
+                    if self._snapshots is None or root not in cached:
                         raise
-                    self._went_without(error)
-                    self._damaged.add(root)
+                    self._snapshots.give_up(root, error)
                     roots -= {root} - set(states.versions(lessons))
                     cached.discard(root)
             for after, upto in spans:
@@ -487,31 +401,22 @@ class Store:
                 lessons, snapshots = stack.enter_context(reader(self._lessons)), None
                 if self.shared:  # what is missing here was erased by one of these records
                     self._catch_up(lessons)
-                try:
-                    if self._cache is not None:
-                        snapshots = stack.enter_context(reader(self._snapshots))
-                except (OSError, StoreDamaged) as error:
-                    self._went_without(error)
+                if self._snapshots is not None:
+                    snapshots = stack.enter_context(self._snapshots.reader())
                 now = _Now(lessons, snapshots, self.oldest, self.last)
             yield now
 
     def _cached(self, snapshots: sqlite3.Connection | None) -> set[int]:
         """The versions of which there are snapshots."""
-        try:
-            with sql(self._snapshots):
-                return set(states.versions(snapshots) if snapshots else ()) - self._damaged
-        except (OSError, StoreDamaged) as error:
-            self._went_without(error)
-            return set()
+        return set() if self._snapshots is None else self._snapshots.versions(snapshots)
 
     def _root(self, root: int, lessons: sqlite3.Connection, snapshots: sqlite3.Connection | None) -> State:
         if root == 0:
             return State()
         chain = chain_of(lessons, root)
-        if snapshots is None:
+        if self._snapshots is None or snapshots is None:
             return states.load(lessons, self._lessons, root, chain, self.outline)
-        with sql(self._snapshots):
-            return states.load(snapshots, self._snapshots, root, chain, self.outline)
+        return self._snapshots.load(snapshots, root, chain, self.outline)
 
     def _replay(
         self, database: sqlite3.Connection, state: State, after: int, upto: int, share: float
@@ -537,7 +442,7 @@ class Store:
 
     @property
     def bytes_to_read(self) -> int:
-        """Of deltas that a start has to read after the newest state that is kept."""
+        """The size of the deltas that a start has to read after the newest state that is kept."""
         with sql(self._lessons), self._reading() as now:
             newest = max([*states.versions(now.lessons), *self._cached(now.snapshots)], default=0)
             query = "SELECT coalesce(sum(length(delta)), 0) FROM records WHERE number > ?"
@@ -549,34 +454,24 @@ class Store:
         It takes this share of the time, at most. Returns its version, None where there is nothing new. After
         an OSError everything is as before, or more is kept than needed.
         """
-        if self._cache is None:
+        if (snapshots := self._snapshots) is None:
             raise ValueError(f"the store in {self.folder} is shared, and has no snapshots")
         with self._snapshotting:
             version = self.last
             with self._lock, sql(self._lessons):  # that an attempt before this one left
                 states.drop_unfinished(self._records)
-            with sql(self._snapshots):
-                states.drop_unfinished(self._cache)
-                damaged = set(self._damaged)  # readers may find more of them meanwhile
-                for each in damaged:
-                    self._cache.execute("DELETE FROM states WHERE version = ?", [each])
-                self._damaged -= damaged
-                known = {*states.versions(self._cache), self.oldest}
+            known = {*snapshots.clean(), self.oldest}
             is_new = version not in {*known, *self._roots}
             if is_new:
-                state = self.state_at(version, share=share)
-                with sql(self._snapshots):
-                    written = states.stage(self._cache, nullcontext(), state, self._chain(version), share)
-                    states.finish(self._cache, version, written)
+                snapshots.write(self.state_at(version, share=share), self._chain(version), share)
             oldest = sorted({*known, version})[-self._keep :][0]
             if oldest > self.oldest:
                 self._let_go(oldest, share)
-            with sql(self._snapshots):
-                self._cache.execute("DELETE FROM states WHERE version <= ?", [self.oldest])
+            snapshots.drop(self.oldest)
             return version if is_new else None
 
     def _let_go(self, oldest: int, share: float) -> None:
-        """Of the deltas before a version, once the states that this and later ones start from are written.
+        """Drop the deltas before a version, once the states that this and later ones start from are written.
 
         Records stay: the chain is checked from the first one on, and no key is ever taken twice.
         """
@@ -621,7 +516,7 @@ class Store:
     # --- closing
 
     def close(self) -> None:
-        """Once a snapshot that is being written is done."""
+        """Let others open the folder, once a snapshot that is being written is done."""
         with self._snapshotting, self._lock:
             if self._closed:
                 return
@@ -629,39 +524,13 @@ class Store:
             if self._acknowledged is not None and not self.shared:  # others may have promised more
                 with suppress(OSError):
                     self._acknowledged.write(self.outline.last, self.outline.chain, sync=True)
-            if self._cache is not None:
-                self._cache.close()
+            if self._snapshots is not None:
+                self._snapshots.close()
             self._records.close()
             os.close(self._folder_lock)
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def path_to(version: int, roots: Sequence[int], rollbacks: Mapping[int, int]) -> tuple[int, list[Span]]:
-    """The root that a version comes from, and the spans of records that lead from there, oldest first.
-
-    Every version has one before it: that of the record before, or the one that a rollback names. Roots are
-    sorted, as rollbacks are.
-    """
-    spans: list[Span] = []
-    turns = list(rollbacks)
-    while True:
-        root, turn = _newest(roots, version), _newest(turns, version)
-        assert max(root, turn) >= 0, "every version since the oldest has a root"
-        if max(root, turn) < version:
-            spans.append((max(root, turn), version))
-        if root >= turn:
-            return root, spans[::-1]
-        version = rollbacks[turn]
-
-
-def _newest(numbers: Sequence[int], upto: int) -> int:
-    """The largest that is not larger than `upto`, or -1."""
-    place = bisect_right(numbers, upto)
-    return numbers[place - 1] if place else -1
