@@ -721,6 +721,7 @@ def main() -> int:
     parser.add_argument("--result", type=Path, default=Path("serve-gpu.json"))
     parser.add_argument("--only", nargs="*", default=[], help="names of rows; those they need are done too")
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--sizes", type=json.loads, default={}, help='sizes of rows, as {"facts": 1}')
     parser.add_argument("--client", action="store_true")
     options = parser.parse_args()
     if options.client:
@@ -732,7 +733,7 @@ def main() -> int:
 
     logging.basicConfig(level=logging.WARNING)
     imported = time.time() - BEGUN
-    sizes = SMALL if options.small else Sizes()
+    sizes = dataclasses.replace(SMALL if options.small else Sizes(), **options.sizes)
     rows: dict[str, Any] = {"_until": BEGUN + 60 * options.minutes}
     failed = 0
 

@@ -209,13 +209,7 @@ def run(given: argparse.Namespace) -> None:
         "by chunk": {way: by_chunk(right[way], given.chunk, len(kinds)) for way in ("as taught", "as typed")},
         "by kind of subject": by_kind(right, kinds),
         "subjects": [
-            {
-                "question": question.question,
-                "subject": text,
-                "kind": kind,
-                "answered": right["as taught"][str(n)],
-            }
-            for n, (question, (text, kind)) in enumerate(zip(study.questions, subjects, strict=True))
+            {"kind": kind, "answered": right["as taught"][str(n)]} for n, kind in enumerate(kinds)
         ],
     }
     write_result(given.result, result)
