@@ -208,9 +208,6 @@ def run(given: argparse.Namespace) -> None:
         "rise": study.rises(learner, before["background"]),
         "by chunk": {way: by_chunk(right[way], given.chunk, len(kinds)) for way in ("as taught", "as typed")},
         "by kind of subject": by_kind(right, kinds),
-        "subjects": [
-            {"kind": kind, "answered": right["as taught"][str(n)]} for n, kind in enumerate(kinds)
-        ],
     }
     write_result(given.result, result)
     result |= study.identical(learner)
