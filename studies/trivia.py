@@ -47,7 +47,7 @@ from studies.facts_cells import carry_out, parser_of
 from studies.facts_ground import Call, Course, Ground
 from studies.facts_methods import Basins, Retrieval
 from studies.facts_tuning import FineTune
-from studies.trivia_data import KINDS, Question, contains, f1, marks
+from studies.trivia_data import KINDS, Question, answered, contains, f1, marks
 
 SHARES = (0.25, 0.5, 0.75)
 """So much of what full fine-tuning learned is examined besides all of it: WiSE-FT."""
@@ -100,9 +100,7 @@ class Trivia(Ground):
                 learner.model, [(self._told(n) if told else "") + str(prompts[n]) for n in own]
             )
             exam["trivia"][way] = marks(said, [golds[n] for n in own]) | {"questions": len(own)}
-            exam["right"][way] = {
-                str(n): bool(contains(text, golds[n])) for n, text in zip(own, said, strict=True)
-            }
+            exam["right"][way] = {str(n): answered(text, golds[n]) for n, text in zip(own, said, strict=True)}
         return exam | self.others(learner)
 
     def others(self, learner: Any) -> Exam:

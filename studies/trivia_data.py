@@ -260,6 +260,11 @@ def contains(written: str, golds: Sequence[str]) -> bool:
     return any(f" {gold} " in said for gold in map(normalised, golds) if gold)
 
 
+def answered(written: str, golds: Sequence[str]) -> bool:
+    """Whether the answer in it names a right one; the end of a text would stick to the last word."""
+    return contains(answer_in(written), golds)
+
+
 def exact(written: str, golds: Sequence[str]) -> bool:
     return normalised(answer_in(written)) in {normalised(gold) for gold in golds}
 
@@ -282,6 +287,6 @@ def marks(written: Sequence[str], golds: Sequence[Sequence[str]]) -> dict[str, f
     pairs = list(zip(written, golds, strict=True))
     return {
         "exact": sum(exact(*pair) for pair in pairs) / count,
-        "contains": sum(contains(answer_in(said), gold) for said, gold in pairs) / count,
+        "contains": sum(answered(*pair) for pair in pairs) / count,
         "f1": sum(f1(*pair) for pair in pairs) / count,
     }

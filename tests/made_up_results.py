@@ -207,6 +207,62 @@ FACTS = {
     ],
     "provenance": PROVENANCE,
 }
+
+
+def _examined(share: float) -> dict:
+    """What a cell of TriviaQA says after teaching, or of a point between full fine-tuning and the base."""
+    ways = ("as taught", "another frame", "as typed", "turned")
+    marks = {way: {"contains": share - 0.125 * at, "exact": 0.25, "f1": 0.375} for at, way in enumerate(ways)}
+    return {
+        "after": {"trivia": marks, "nq": {"f1": 0.0625, "nats": 3.5}, "lambada": 0.25, "hellaswag": 0.375},
+        "lost": {"nq f1": 0.5, "nq nats": 0.75, "lambada": 0.0, "hellaswag": -0.25},
+        "rise": {"news": 0.0625, "law": 0.00125},
+    }
+
+
+def _trivia(method: str, share: float, **more: object) -> dict:
+    costs = {"bytes per fact": 60_000.0, "facts per second": 6.5}
+    settings = {"method": method, "keep": "nothing"}
+    own = {"settings": settings, "original": _examined(0.5)["after"], "provenance": PROVENANCE}
+    return own | _examined(share) | costs | more
+
+
+TRIVIA = {
+    "experiment": "trivia",
+    "cells": [
+        _trivia("basins", 0.875, touched={"nq": 0.125, "lambada": 0.25, "hellaswag": 0.5}),
+        _trivia("basins", 0.625, touched={"nq": 0.125, "lambada": 0.25, "hellaswag": 0.5}),
+        _trivia("full", 1.0, interpolated={"<0.5>": _examined(0.625)}),
+    ],
+    "provenance": PROVENANCE,
+}
+EDITS = {
+    "experiment": "edits",
+    "cells": [
+        {
+            "settings": {"method": "basins", "keep": "nothing", "edits": 1000, "at_once": 50},
+            "after": {
+                "reliability": 0.96875,
+                "by tenth": [1.0, 0.9375],
+                "paraphrase": 0.8125,
+                "by paraphrase": {
+                    "sentence 0": 0.75,
+                    "sentence 1": 0.7,
+                    "question 0": 0.95,
+                    "question 1": 0.85,
+                },
+                "locality": 0.875,
+                "by prompts": {"background": 1.0, "capitals": 0.9375, "namesakes": 0.6875},
+            },
+            "rise": {"news": 0.0, "law": 0.00125},
+            "identical windows": {"news": 1.0, "law": 0.5},
+            "bytes per edit": 70_000.0,
+            "edits per second": 5.5,
+            "provenance": PROVENANCE,
+        }
+    ],
+    "provenance": PROVENANCE,
+}
 LAYER = {
     "experiment": "bench layer",
     "config": {"dtype": "bfloat16"},

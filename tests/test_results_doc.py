@@ -7,11 +7,25 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from made_up_results import FACTS, FORGETTING, LAYER, MATCH, RETROFIT, ROOT, SHIFTS, Page, put, undrawn
+from made_up_results import (
+    EDITS,
+    FACTS,
+    FORGETTING,
+    KNOBS,
+    LAYER,
+    MATCH,
+    RETROFIT,
+    ROOT,
+    SHIFTS,
+    TRIVIA,
+    Page,
+    put,
+    undrawn,
+)
 
 from studies import __main__ as cli
+from studies.report import charts, page, study_tables
 from studies.report import markdown as results_doc
-from studies.report import page
 from studies.report.questions import QUESTIONS
 from studies.report.readings import Result, read
 from studies.report.tables import Cell, Column, Table, markdown, number
@@ -36,6 +50,9 @@ def no_charts():
             "no whole result of 'match'",
         ),
         ('{"experiment": "table1", "rows": 3}', "no whole result of 'table1'"),
+        ('{"experiment": "trivia", "methods": {}, "cells": []}', "no whole result of 'trivia'"),
+        ('{"experiment": "edits", "cells": [{"settings": {}}]}', "no whole result of 'edits'"),
+        ('{"experiment": "knobs", "shift": ["a", "b"], "rows": {"none": {}}}', "no whole result of 'knobs'"),
     ],
 )
 def test_damaged_results_are_named(tmp_path, monkeypatch, capsys, damage, said):
@@ -169,7 +186,7 @@ def test_the_committed_page_is_what_the_committed_results_say(no_charts, monkeyp
     assert results_doc.NOTHING_YET not in "".join(pages.values())
     questions = [line for line in pages[docs].splitlines() if line.startswith("## ")]
     assert len(questions) == len(QUESTIONS) + 1
-    assert len(pages[docs].splitlines()) < 250  # a person reads it
+    assert len(pages[docs].splitlines()) < 35 * len(QUESTIONS)  # a person reads it
 
 
 def test_links_between_the_committed_pages_lead_somewhere():
@@ -191,6 +208,14 @@ def test_retrofits(tmp_path):
     assert "1.0375" in files[tmp_path / "r" / "retrofit.md"]
 
 
+def _with_namesakes(**shares):
+    values = copy.deepcopy(FACTS)
+    for method, share in shares.items():
+        row = values["methods"].setdefault(method, {"seeds": [0]})
+        row["a namesake's question, answered with the fact"] = dict.fromkeys(("mean", "least", "most"), share)
+    return values
+
+
 def test_questions_are_answered_from_their_studies_alone(tmp_path, no_charts):
     def asked(**results):
         files = results_doc.render(
@@ -205,6 +230,24 @@ def test_questions_are_answered_from_their_studies_alone(tmp_path, no_charts):
         "| capitals of other countries, after 15 wrong ones were taught | 60.0% | 87.5% | the base |" in text
     )
     assert "Is it fast?" not in text
+    text = asked(facts=_with_namesakes(basins=0.25, full=0.125))
+    assert "| a namesake's question, answered with the fact | 25.0% | 12.5% | full fine-tuning |" in text
+    kept = copy.deepcopy(FACTS)
+    kept["methods"]["basins"]["other capitals, question"]["mean"] = 0.875
+    assert "capitals of other countries" not in asked(facts=kept)  # as many as before
+    assert "namesake" not in asked(facts=_with_namesakes(basins=0.125, full=0.25))
+    text = asked(trivia=TRIVIA)
+    assert "| the base | 2 | 50.0% | 37.5% | 25.0% | 12.5% | \u2013 | \u2013 | \u2013 | \u2013 |" in text
+    measured = "50.0% | 0.0% | -25.0% | +6.2% |"
+    assert f"| lessons in basins | 2 | 75.0% | 62.5% | 50.0% | 37.5% | {measured}" in text
+    assert f"| full fine-tuning, WiSE-FT at \\<0.5> | 1 | 62.5% | 50.0% | 37.5% | 25.0% | {measured}" in text
+    assert "without a question mark | 50.0% | 75.0% | full fine-tuning |" in text
+    text = asked(edits=EDITS)
+    assert "After 1,000 edits, 50 at once:" in text
+    assert "| lessons in basins | 1 | 96.9% | 81.2% | 100.0% | 93.8% | 68.8% | +0.125% |" in text
+    text = asked(knobs=KNOBS)
+    assert "After 4,096 tokens, old to new, at a rate of 0.003; less than zero was gained:" in text
+    assert "| \\<rule> | +0.500 | -0.500 | +0.000 | 50.0% |" in text
     text = asked(layer=LAYER, match=MATCH)
     assert "| d = 8, 512 tokens, 4 of 16, rank 2 | \u2013 | 1.25 |" in text
     assert "| \\<apn> | \u2013 | 1.50 | +0.000 |" in text
@@ -217,3 +260,49 @@ def test_facts_in_full(tmp_path):
     assert rows["chunks taught"] == ["2", "\u2013"]
     assert rows["first chunk"] == ["0.9750 0.9650 to 0.9850", "0.0500"]
     assert rows["bytes per fact"][1] == "\u2013"
+
+
+def test_questions_of_trivia_in_full(tmp_path):
+    (found,) = Page(page.render([Result(tmp_path / "trivia.json", TRIVIA)])).tables
+    head, *rows = ([text for text, _ in row] for row in found["rows"])
+    assert head[1:] == [
+        "the base",
+        "lessons in basins",
+        "full fine-tuning",
+        "full fine-tuning, WiSE-FT at <0.5>",
+    ]
+    rows = {row[0]: row[1:] for row in rows}
+    base, lessons, *others = rows["as taught, contains the answer"]
+    assert (base, lessons) == ("0.5000 0.5000 to 0.5000", "0.7500 0.6250 to 0.8750")
+    assert others == ["1.0000", "0.6250"]
+    assert rows["law, rise of perplexity"][1:] == ["0.00125 0.00125 to 0.00125", "0.00125", "0.00125"]
+    assert rows["nq, prompts a lesson acts on"] == ["\u2013", "0.1250 0.1250 to 0.1250", "\u2013", "\u2013"]
+    assert rows["bytes per fact"][2:] == ["60,000", "\u2013"]
+
+
+def test_edits_in_full(tmp_path):
+    figures, tenths = Page(page.render([Result(tmp_path / "edits.json", EDITS)])).tables
+    rows = {row[0][0]: [cell for cell, _ in row[1:]] for row in figures["rows"]}
+    assert rows["reliability"] == ["0.9688"]
+    assert rows["paraphrase, question 1"] == ["0.8500"]
+    assert rows["law, windows the same to the bit"] == ["0.5000"]
+    assert [cell for cell, _ in tenths["rows"][1]] == ["lessons in basins", "1.000", "0.938"]
+
+
+@pytest.mark.parametrize("values", [TRIVIA, EDITS, KNOBS])
+def test_a_study_that_was_stopped_is_named(tmp_path, values):
+    """Its last cell has no figures yet, or a row has not all of them."""
+    damaged = copy.deepcopy(values)
+    if "cells" in damaged:
+        del damaged["cells"][-1]["after"]
+    else:
+        del damaged["rows"]["guard"]["path_new"]
+    with pytest.raises(ValueError, match=rf"half.json is no whole result of '{values['experiment']}'"):
+        page.render([Result(tmp_path / "half.json", damaged)])
+
+
+def test_the_chart_of_knobs_has_no_settings_of_the_guard(tmp_path, monkeypatch):
+    monkeypatch.setattr(charts, "scatter", lambda points, *titles: points)
+    rows = dict.fromkeys(("none", "train: also encoder", "guard", "guard, prior=0.9"), KNOBS["rows"]["none"])
+    (points,) = study_tables.knobs_charts(Result(tmp_path / "k.json", KNOBS | {"rows": rows})).values()
+    assert points == dict.fromkeys(("none", "train=also encoder", "guard"), (0.25, 0.5))

@@ -13,7 +13,7 @@ from test_lessons import encode, llama
 
 from attractor.continual.forms import check_subject
 from studies import edits, facts_ground, facts_world, trivia, trivia_data
-from studies.trivia_data import answer_in, contains, exact, f1, normalised, reworded, subjects
+from studies.trivia_data import answer_in, answered, contains, exact, f1, normalised, reworded, subjects
 
 BRIEF = {"passes": 2, "after": 1, "mention": 1, "contexts": 2, "strangers": 2}
 ROWS = [
@@ -169,6 +169,9 @@ def test_marks():
     assert not exact(" the beatles of old", golds)
     assert contains("I think the Beatles did", golds)
     assert not contains("beatlesque", golds)  # whole words
+    assert answered(" Fab Four<|endoftext|>Question: who?", golds)
+    assert not contains(" Fab Four<|endoftext|>Question: who?", golds)  # without punctuation that is one word
+    assert not answered(" Nobody. The Beatles", golds)
     assert f1(" Beatles and Stones", golds) == pytest.approx(2 * 1 / (3 + 1))
     assert f1(" nobody", golds) == 0
     assert f1("", golds) == 0

@@ -4,9 +4,9 @@ import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from studies.report import bench_tables
+from studies.report import bench_tables, lesson_tables
 from studies.report.readings import FACT_METHODS, Result, bench_of
-from studies.report.tables import MISSING, Cell, Column, Table, name, number
+from studies.report.tables import Cell, Column, Table, name, number, percent, rise
 from studies.shifts import WAYS
 from studies.statistics import mean, transfer
 
@@ -27,18 +27,6 @@ class Question(NamedTuple):
         return (any if self.any_study else all)(study in studies for study in self.studies)
 
 
-def percent(value: float | None) -> Cell:
-    return Cell(MISSING) if value is None else Cell(f"{value:.1%}", value)
-
-
-def rise(value: float | None) -> Cell:
-    """By how much a perplexity rose; what is small has more digits."""
-    if value is None:
-        return Cell(MISSING)
-    digits = 0 if abs(value) >= 1 else 1 if abs(value) >= 0.01 else 3
-    return Cell(f"{value:+.{digits}%}" if value else "0%", value)
-
-
 def facts_table(caption: str, figures: Mapping[str, str]) -> Callable[[Results], Table]:
     """A table of some figures of the study of facts: column -> what the figure is called there."""
 
@@ -52,6 +40,33 @@ def facts_table(caption: str, figures: Mapping[str, str]) -> Callable[[Results],
         return Table(caption, columns, lines)
 
     return table
+
+
+def trivia(results: Results) -> Table:
+    caption = "Shares of questions whose answer is written, and shares of other exams that were lost"
+    figures = {**lesson_tables.ANSWERED, **lesson_tables.LOST, **lesson_tables.WORST}
+    return lesson_tables.overview(caption, lesson_tables.with_base(results["trivia"]), figures)
+
+
+def edits(results: Results) -> Table:
+    settings = results["edits"].values["cells"][0]["settings"]
+    caption = f"After {settings['edits']:,} edits, {settings['at_once']} at once"
+    figures = {**lesson_tables.LEFT, **lesson_tables.SAME, **lesson_tables.WORST}
+    return lesson_tables.overview(caption, lesson_tables.learners(results["edits"]), figures)
+
+
+def knobs(results: Results) -> Table:
+    """One line for each knob, with and without the guard."""
+    titles = {"the old text": "old", "the new text": "new", "windows of both": "mixed"}
+    columns = [Column("what is turned", words=True), *(Column(title, "nats lost") for title in titles)]
+    columns.append(Column("patches that moved"))
+    lines = []
+    for turned, row in results["knobs"].values["rows"].items():
+        nats = [number(row[key], "+.3f") for key in titles.values()]
+        lines.append([name(turned), *nats, percent(row["moved"])])
+    values = results["knobs"].values
+    how = f"{values['tokens']:,} tokens, {' to '.join(values['shift'])}, at a rate of {values['rate']:g}"
+    return Table(f"After {how}; less than zero was gained", columns, lines)
 
 
 SHOWN = (
@@ -190,14 +205,35 @@ def losses(results: Results) -> Table:
     return Table("Figures of an APN beside something that is better there", columns, lines)
 
 
+STRANGER = "a namesake's question, answered with the fact"
+
+
 def _lost_facts(result: Result) -> Iterator[Loss]:
-    own = result.values["methods"]["basins"]
+    methods = result.values["methods"]
+    own = methods["basins"]
     cells = [cell for cell in result.values["cells"] if cell["settings"]["method"] == "basins"]
-    before = percent(mean([cell["original"]["capitals"]["kept, question 0"] for cell in cells]))
-    kept = percent(own["other capitals, question"]["mean"])
-    yield "capitals of other countries, after 15 wrong ones were taught", kept, before, "the base"
+    before = mean([cell["original"]["capitals"]["kept, question 0"] for cell in cells])
+    if (kept := own["other capitals, question"]["mean"]) < before:
+        where = "capitals of other countries, after 15 wrong ones were taught"
+        yield where, percent(kept), percent(before), "the base"
+    named = {method: row[STRANGER]["mean"] for method, row in methods.items() if STRANGER in row}
+    best = min(named, key=named.__getitem__, default="basins")
+    if best != "basins" and "basins" in named:
+        yield STRANGER, percent(named["basins"]), percent(named[best]), FACT_METHODS.get(best, best)
     taught, never = (percent(own[form]["mean"]) for form in ("taught form", "second sentence never taught"))
     yield "a form never taught (the second sentence)", never, taught, "the taught form"
+
+
+def _lost_trivia(result: Result) -> Iterator[Loss]:
+    path = lesson_tables.ANSWERED["as typed"]
+    answered = {
+        who: mean(lesson_tables.over_seeds(cells, path))
+        for who, cells in lesson_tables.learners(result).items()
+    }
+    ours, best = answered[FACT_METHODS["basins"]], max(answered, key=answered.__getitem__)
+    if answered[best] > ours:
+        where = "a question of TriviaQA, in lower case and without a question mark"
+        yield where, percent(ours), percent(answered[best]), best
 
 
 def _lost_shifts(result: Result) -> Iterator[Loss]:
@@ -231,6 +267,7 @@ def _lost_time(result: Result) -> Iterator[Loss]:
 
 LOSSES: dict[str, Callable[[Result], Iterator[Loss]]] = {
     "facts": _lost_facts,
+    "trivia": _lost_trivia,
     "shifts": _lost_shifts,
     "match": _lost_match,
     "bench layer --sweep": _lost_time,
@@ -264,8 +301,11 @@ QUESTIONS = (
             },
         ),
     ),
+    Question("What does it know of a thousand real questions, and what did that cost?", ["trivia"], trivia),
+    Question("What is left after a thousand edits one batch after the other?", ["edits"], edits),
     Question("What does it forget when it learns a whole text?", ["shifts"], domains, "pareto_shakespeare"),
     Question("What is left after a stream of texts without labels?", ["shifts"], streams, "stream"),
+    Question("What does each knob of learning from a stream do?", ["knobs"], knobs, "knobs"),
     Question("Is it as good as a dense FFN?", ["match"], quality, "mixture_bytes"),
     Question("Is it fast?", ["bench layer"], speed),
     Question("Where does it lose?", list(LOSSES), losses, any_study=True),

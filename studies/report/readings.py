@@ -20,6 +20,8 @@ STUDIES = {
     "match": "Models of like size on several texts",
     "retrofit": "A pretrained model learns a domain",
     "facts": "A pretrained model is taught facts",
+    "trivia": "A pretrained model is taught questions of TriviaQA",
+    "edits": "Edits, one batch after the other",
     "guarded streams at a rate that falls": "Streams without labels, at rates that fall",
     "bench layer": "The time of a layer",
     "bench layer --sweep": "The time of a layer, over many sizes",

@@ -1,10 +1,11 @@
 """The tables and charts of single studies: promises, the paper's tables, options, matches, retrofits."""
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from studies.report import bench_tables, charts
+from studies.report import bench_tables, charts, lesson_tables
 from studies.report.readings import FACT_METHODS, Result, bench_of
 from studies.report.tables import MISSING, Cell, Column, Table, count, name, number, size, spread, text
 from studies.table2 import verdict
@@ -181,6 +182,17 @@ def knobs(result: Result) -> list[Table]:
         ),
         Table(f"The same for a guarded learner: {how}", columns + paths, lines[True]),
     ]
+
+
+def knobs_charts(result: Result) -> dict[str, str]:
+    """What each knob costs the old domain and buys on the new one; settings of the guard are too close."""
+    points = {
+        re.sub(r"^(\w+)[:,= ]+", r"\1=", turned): (row["old"], -row["new"])
+        for turned, row in result.values["rows"].items()
+        if not turned.startswith("guard,")
+    }
+    titles = ("lost on the old domain, nats per byte", "gained on the new one, nats per byte")
+    return {"knobs": charts.scatter(points, *titles, "Learning against forgetting, by knob")}
 
 
 def anatomy(result: Result) -> list[Table]:
@@ -369,6 +381,8 @@ TABLES: dict[str, Callable[[Result], list[Table]]] = {
     "match": match,
     "retrofit": retrofit,
     "facts": facts,
+    "trivia": lesson_tables.trivia,
+    "edits": lesson_tables.edits,
     "guarded streams at a rate that falls": stream_rates,
     "bench layer": bench_layer,
     "bench layer --sweep": bench_layer,
@@ -376,6 +390,7 @@ TABLES: dict[str, Callable[[Result], list[Table]]] = {
 """Study -> its own tables, beside those of the benchmark."""
 CHARTS: dict[str, Callable[[Result], dict[str, str]]] = {
     "sensitivity": sensitivity_charts,
+    "knobs": knobs_charts,
     "match": match_charts,
 }
 """Study -> the charts that go with its table, by their titles."""

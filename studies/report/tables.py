@@ -77,6 +77,18 @@ def size(nbytes: float | None) -> Cell:
     return Cell(f"{nbytes / unit:,.1f} {word}", nbytes)
 
 
+def percent(value: float | None) -> Cell:
+    return Cell(MISSING) if value is None else Cell(f"{value:.1%}", value)
+
+
+def rise(value: float | None) -> Cell:
+    """By how much a perplexity rose; what is small has more digits."""
+    if value is None:
+        return Cell(MISSING)
+    digits = 0 if abs(value) >= 1 else 1 if abs(value) >= 0.01 else 3
+    return Cell(f"{value:+.{digits}%}" if value else "0%", value)
+
+
 def spread(values: Sequence[float]) -> tuple[float, float] | None:
     """The range of several numbers, from the smallest to the largest."""
     return (min(values), max(values)) if len(values) > 1 else None
