@@ -32,7 +32,7 @@ MOST = {80: 166_912, 86: 101_376, 90: 232_448}
 """Bytes of shared memory that a block may have, by compute capability (CUDA programming guide)."""
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64"}
 NUMBERS = {bool: "i1", int: "i32", float: "fp32"}
-OPTIONS = ("num_warps", "num_stages")
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
 Launch = tuple[Any, dict[str, Any], dict[str, Any]]  # a kernel, its arguments, its options
 
 

@@ -77,7 +77,9 @@ def tokens_of(layer: APN, count: int) -> torch.Tensor:
 @every_dtype
 @every_variant
 @pytest.mark.parametrize("count", [1, 37])
-def test_every_variant(variant, count, dtype):
+def test_every_variant(variant, count, dtype, monkeypatch):
+    if count > 1:  # gradients through a product with all prototypes, in every dtype
+        monkeypatch.setattr(launch, "DENSE_TYPES", tuple(LIMITS))
     if dtype != torch.float32 and variant.get("layer_norm"):
         pytest.skip("the norm rounds to half precision before the router: it may choose otherwise")
     layer = layer_of(dtype, **variant)
@@ -96,7 +98,10 @@ def test_every_variant(variant, count, dtype):
     ],
     ids=str,
 )
-def test_odd_sizes(sizes, dtype):
+@pytest.mark.parametrize("dense", [False, True])
+def test_odd_sizes(sizes, dtype, dense, monkeypatch):
+    monkeypatch.setattr(launch, "DENSE_PATCHES", 512)
+    monkeypatch.setattr(launch, "DENSE_TYPES", tuple(LIMITS) if dense else ())
     layer = layer_of(dtype, **sizes)
     few = 5 if layer.config.num_patches > 200 else 12
     assert_matches(layer, tokens_of(layer, 75 if ON_GPU or layer.config.num_patches < 9 else few))
@@ -107,12 +112,7 @@ def test_odd_sizes(sizes, dtype):
 def test_crowded_patches(pattern, dtype, monkeypatch):
     """Patches with many segments next to patches with none."""
     if not ON_GPU:  # an eighth of a segment's pairs, and of the tokens: the interpreter takes its time
-        from attractor.ops.kernels import backward, forward
-
-        segment = type(forward.SEGMENT)(launch.SEGMENT // 8)
         monkeypatch.setattr(launch, "SEGMENT", launch.SEGMENT // 8)
-        for module in (forward, backward):
-            monkeypatch.setattr(module, "SEGMENT", segment)
     layer = layer_of(dtype, dim=24, num_patches=12, top_k=2, rank=8)
     torch.manual_seed(2)
     count = {"all to one": 1100 if ON_GPU else 138, "zipf": 1400 if ON_GPU else 225}[pattern]
@@ -131,6 +131,15 @@ def test_crowded_patches(pattern, dtype, monkeypatch):
         assert (chosen[:, 0] == 0).all()
         assert count > 2 * launch.SEGMENT
     assert_matches(layer, x)
+
+
+@every_dtype
+@pytest.mark.parametrize("gate", ["vector", "scalar"])
+def test_large_tiles(gate, dtype, monkeypatch):
+    """Tiles of more than 64 pairs are computed in halves: the second may be full, begun or empty."""
+    monkeypatch.setitem(launch.TRIED, "tile", {"BM": 128})
+    layer = layer_of(dtype, dim=24, num_patches=4, top_k=2, rank=8, gate=gate)
+    assert_matches(layer, tokens_of(layer, 200))
 
 
 def test_equal_scores_go_to_the_lower_patch():

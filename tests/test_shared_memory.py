@@ -18,7 +18,7 @@ KERNELS = {
     "token_backward",
     "decode_backward",
     "bank_backward",
-    "encoder_backward",
+    "token_products",
 }
 
 Case = tuple[int, int, str, int]

@@ -62,7 +62,7 @@ def fused(
     shape = Shape(n, d, K, top_k, r, dtype)
     device = z_nd.device
     outputs = _empty_outputs(z_nd, P_Kd, V_dr, top_k, dtype, backward)
-    _, idx_nk, w_nk, confidence_n, s_nk, u_nr, inverse_z_n, inverse_p_K, order, numbers = outputs
+    update_nd, idx_nk, w_nk, confidence_n, s_nk, u_nr, inverse_z_n, inverse_p_K, order, numbers = outputs
     if n == 0:
         return outputs
     if not backward and n <= FEW_TOKENS and K <= FEW_PATCHES and keep_nk is None:
@@ -84,7 +84,7 @@ def fused(
             HAS_RADIUS=radius_K is not None,
             **blocks,
         )
-        update_nd = launch.decode_few(
+        launch.decode_few(
             shape,
             scores_nK,
             u_nr,
@@ -94,10 +94,11 @@ def fused(
             idx_nk,
             w_nk,
             confidence_n,
+            update_nd,
             scale,
             has_radius=radius_K is not None,
         )
-        return update_nd, *outputs[1:]
+        return outputs
     histogram = launch.empty_histogram(shape, device)
     float32 = torch.float32 in (z_nd.dtype, P_Kd.dtype)
     exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
@@ -106,7 +107,7 @@ def fused(
         {"BD": min(32, launch.power(d, 16)), "num_stages": 2} if float32 else {}
     )
     blocks["BK"] = min(blocks["BK"], launch.power(K, 16))
-    launch.lengths(z_nd, P_Kd, inverse_z_n, inverse_p_K)
+    launch.lengths(z_nd, P_Kd, inverse_z_n, inverse_p_K, histogram)
     kernels.route[(-(-n // blocks["BN"]),)](
         z_nd,
         P_Kd,
@@ -138,8 +139,8 @@ def fused(
     plan = Plan(order, numbers) if backward else Plan.empty(shape, device)
     plan.make(shape, idx_nk, histogram)
     known_n = None if radius_K is None else confidence_n
-    update_nd = launch.decode(shape, plan, u_nr, w_nk, a_Kr, b_Kr, U_Krd, idx_nk, known_n, scale)
-    return update_nd, *outputs[1:]
+    launch.decode(shape, plan, u_nr, w_nk, a_Kr, b_Kr, U_Krd, idx_nk, known_n, update_nd, scale)
+    return outputs
 
 
 def _empty_outputs(
@@ -201,7 +202,8 @@ def fused_backward(
         return [torch.zeros_like(x) for x in given]
     plan = Plan(order, numbers)
     grads = launch.decode_backward(shape, plan, grad_nd, u_nr, w_nk, a_Kr, b_Kr, U_Krd, scale)
-    grad_u_nr = torch.empty(n, r, dtype=shape.dtype, device=z_nd.device)
+    width = r + (K if shape.dense else 0)
+    sides_nw = torch.empty(n, width, dtype=shape.dtype, device=z_nd.device)
     grad_s_nk, coefficient_nk, grad_z_nd = map(torch.empty_like, (w_nk, w_nk, z_nd))
     blocks = shape.blocks("token_backward")
     kernels.token_backward[(-(-n // blocks["BN"]),)](
@@ -217,12 +219,15 @@ def fused_backward(
         grads.weight,
         grad_w_nk,
         grad_confidence_n,
-        grad_u_nr,
+        sides_nw,
         grad_s_nk,
         coefficient_nk,
         grad_z_nd,
         n,
         1 / temperature,
+        K=K,
+        K_P=launch.power(K, 16),
+        W=width,
         k=k,
         k_P=launch.power(k, 2),
         COSINE=cosine,
@@ -234,23 +239,14 @@ def fused_backward(
         **blocks,
     )
     grad_V_dr = torch.empty_like(V_dr)
-    launch.encoder_backward(shape, z_nd, idx_nk, grad_u_nr, grad_V_dr)
-    banks = launch.bank_backward(
-        shape,
-        plan,
-        grad_nd,
-        grads,
-        U_Krd,
-        scale,
-        a_Kr,
-        b_Kr,
-        z_nd,
-        P_Kd,
-        s_nk,
-        grad_s_nk,
-        coefficient_nk,
-        inverse_p_K,
-    )
+    pairs = (shape, plan, grad_nd, grads, U_Krd, scale, a_Kr, b_Kr)
+    if shape.dense:
+        grad_P_Kd = torch.empty_like(P_Kd)
+        launch.token_products(shape, z_nd, inverse_z_n, sides_nw, grad_V_dr, P_Kd, inverse_p_K, grad_P_Kd)
+        grad_U_Krd, *gates = launch.bank_backward(*pairs)
+        return [grad_z_nd, grad_V_dr, grad_U_Krd, grad_P_Kd, *gates]
+    launch.token_products(shape, z_nd, inverse_z_n, sides_nw, grad_V_dr)
+    banks = launch.bank_backward(*pairs, z_nd, P_Kd, s_nk, grad_s_nk, coefficient_nk, inverse_p_K)
     return [grad_z_nd, grad_V_dr, *banks]
 
 
@@ -340,13 +336,15 @@ def fused_decode(
     if n == 0:
         return update_nd, order, numbers
     if n <= FEW_TOKENS and not backward:
-        update_nd = launch.decode_few(shape, None, code_nkq, None, None, U_Kqd, idx_nk, None, None, 1.0)
+        given = (code_nkq, None, None, U_Kqd, idx_nk, None, None, update_nd)
+        launch.decode_few(shape, None, *given, 1.0)
         return update_nd, order, numbers
     plan = Plan(order, numbers) if backward else Plan.empty(shape, code_nkq.device)
-    histogram = launch.empty_histogram(shape, code_nkq.device)
-    kernels.count[(histogram.shape[0],)](idx_nk, histogram, n * k, K=K)
+    histogram = launch.empty_histogram(shape, code_nkq.device).zero_()
+    kernels.count[(histogram.shape[1],)](idx_nk, histogram, n * k)
     plan.make(shape, idx_nk, histogram)
-    return launch.decode(shape, plan, code_nkq, None, None, None, U_Kqd, idx_nk, None, 1.0), order, numbers
+    launch.decode(shape, plan, code_nkq, None, None, None, U_Kqd, idx_nk, None, update_nd, 1.0)
+    return update_nd, order, numbers
 
 
 def _empty_decoded(code_nkq: Tensor, U_Kqd: Tensor, backward: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,13 +9,18 @@ import torch
 from torch import Tensor
 
 SEGMENT = 512
-"""Pairs of one patch that one program adds up for the patch's gradients."""
+"""Pairs of one patch that one program adds up for the patch's gradients, or four times as many where patches
+are large."""
 SPAN = 64
 """Pairs of one patch that one program adds up where patches are so many that most have one or none."""
 CHUNK = 64
 """Pairs that one program of the counting sort places."""
 LITTLE = 160_000
 """Bytes of shared memory that a block has on A100, H100 and later, and on smaller GPUs not."""
+DENSE_PATCHES, DENSE_TYPES = 256, (torch.bfloat16,)
+"""Up to so many patches, a product with all prototypes takes less time than gathering the selected ones."""
+TRIED: dict[str, dict[str, int]] = {}
+"""Sizes of kernels, by name, instead of those that are chosen: for benchmarks/tune.py."""
 
 
 @lru_cache
@@ -95,15 +100,32 @@ def needs_backward(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def lengths(z_nd: Tensor, P_Km: Tensor, inverse_z_n: Tensor, inverse_p_K: Tensor) -> None:
-    """One over the lengths of tokens and prototypes: what `route` and `route_pairs` read."""
+def lengths(
+    z_nd: Tensor, P_Km: Tensor, inverse_z_n: Tensor, inverse_p_K: Tensor, histogram: Tensor | None = None
+) -> None:
+    """One over the lengths of tokens and prototypes: what routing reads. Clears `histogram`."""
     from attractor.ops import kernels
 
     (n, d), (K, m) = z_nd.shape, P_Km.shape
     D_P, M_P = power(d, 16), power(m, 16)
-    BN = max(1, 4096 // D_P)
-    kernels.lengths[(-(-n // BN) + -(-K // BN),)](
-        z_nd, P_Km, inverse_z_n, inverse_p_K, n, D=d, K=K, M=m, D_P=D_P, M_P=M_P, BN=BN
+    BN, BC = max(1, 4096 // D_P), 8192
+    counters = 0 if histogram is None else histogram.numel()
+    kernels.lengths[(-(-n // BN) + -(-K // BN) + -(-counters // BC),)](
+        z_nd,
+        P_Km,
+        inverse_z_n,
+        inverse_p_K,
+        histogram,
+        n,
+        counters,
+        D=d,
+        K=K,
+        M=m,
+        D_P=D_P,
+        M_P=M_P,
+        BN=BN,
+        BC=BC,
+        COUNT=histogram is not None,
     )
 
 
@@ -120,8 +142,19 @@ class Shape(NamedTuple):
     @property
     def tile(self) -> int:
         """Pairs in a tile: about what a patch has, so that tiles are full."""
+        if "tile" in TRIED:
+            return TRIED["tile"]["BM"]
         pairs = self.n * self.k // self.K
         return 16 if pairs <= 16 else 32 if pairs <= 32 else 64  # so that torch.compile needs few guards
+
+    @property
+    def segment(self) -> int:
+        return TRIED["plan"]["SEGMENT"] if "plan" in TRIED else SEGMENT
+
+    @property
+    def dense(self) -> bool:
+        """Whether gradients reach tokens and prototypes through a product with all prototypes."""
+        return self.K <= DENSE_PATCHES and self.dtype in DENSE_TYPES
 
     @property
     def most_tiles(self) -> int:
@@ -129,12 +162,12 @@ class Shape(NamedTuple):
 
     @property
     def most_segments(self) -> int:
-        return -(-self.n * self.k // SEGMENT) + min(self.K, self.n * self.k)
+        return -(-self.n * self.k // self.segment) + min(self.K, self.n * self.k)
 
     @property
     def most_parts(self) -> int:
         """Segments of patches with more than one: at most twice as many as full ones."""
-        return 2 * (self.n * self.k // SEGMENT) + 1
+        return 2 * (self.n * self.k // self.segment) + 1
 
     def sizes(self) -> dict[str, int]:
         return {"D": self.d, "R": self.r, "R_P": power(self.r, 16)}
@@ -145,7 +178,8 @@ class Shape(NamedTuple):
 
     def blocks(self, kernel: str) -> dict[str, int]:
         """Block sizes, warps and pipeline stages of a kernel, tuned on an H200 (docs/performance.md)."""
-        return self._blocks(kernel, little_shared_memory())
+        chosen = self._blocks(kernel, little_shared_memory())
+        return chosen | TRIED[kernel] if kernel in TRIED else chosen
 
     @lru_cache(4096)  # noqa: B019  a shape is a few numbers
     def _blocks(self, kernel: str, little: bool) -> dict[str, int]:
@@ -161,12 +195,13 @@ class Shape(NamedTuple):
             },
             "decode": {"BD": 64, "num_warps": 4 if small else 8, "num_stages": 3},
             "combine": {"BN": 8, "BD": 128, "num_warps": 4},
+            "place": {"num_warps": 4},
             "few_scores": {"BK": max(2, min(32, 16384 // power(self.d))), "num_warps": 4},
             "few_tokens": {"BD": 64, "num_warps": 4},
             "decode_backward": {"BD": 64, "num_warps": 4 if small else 8, "num_stages": 4 if small else 3},
             "token_backward": {"BN": 16, "BD": 128, "num_warps": 4, "num_stages": 2},
             "bank_backward": {"BM": 64, "BD": 128, "num_warps": 4, "num_stages": 3},
-            "encoder_backward": {"BN": 128, "BD": 64, "num_warps": 4, "num_stages": 3},
+            "token_products": {"BN": 64, "BD": 128, "num_warps": 4, "num_stages": 3},
             "sum_parts": {"BD": 128, "BT": 16, "num_warps": 4},
         }[kernel]
         # tiles are as wide as the code: of a wide one, smaller and fewer fit into shared memory
@@ -194,14 +229,25 @@ class Plan(NamedTuple):
         from attractor.ops import kernels
 
         K, pairs = shape.K, shape.n * shape.k
-        chunks, block = histogram.shape[0], min(8, power(K))
-        kernels.scan_chunks[(-(-K // block),)](histogram, self.numbers, chunks, K=K, BC=256, BK=block)
-        kernels.make_plan[(1,)](self.numbers, shape.most_segments, K=K, BK=min(1024, power(K)), BM=shape.tile)
-        kernels.place[(chunks,)](idx_nk, histogram, self.numbers, self.order, pairs, K=K)
+        chunks = histogram.shape[1]
+        block = min(4096, power(chunks, 16))
+        rows = min(4096 // block, power(K))
+        kernels.scan_chunks[(-(-K // rows),)](histogram, self.numbers, chunks, K=K, BC=block, BK=rows)
+        kernels.make_plan[(1,)](
+            self.numbers,
+            shape.most_segments,
+            K=K,
+            SEGMENT=shape.segment,
+            BK=min(1024, power(K)),
+            BM=shape.tile,
+        )
+        kernels.place[(chunks,)](
+            idx_nk, histogram, self.numbers, self.order, pairs, K=K, **shape.blocks("place")
+        )
 
 
 def empty_histogram(shape: Shape, device: torch.device) -> Tensor:
-    return torch.zeros(-(-shape.n * shape.k // CHUNK), shape.K, dtype=torch.int32, device=device)
+    return torch.empty(shape.K, -(-shape.n * shape.k // CHUNK), dtype=torch.int32, device=device)
 
 
 def gate_kind(a_Kr: Tensor | None, b_Kr: Tensor | None) -> int:
@@ -218,8 +264,9 @@ def decode(
     U_Krd: Tensor,
     idx_nk: Tensor,
     confidence_n: Tensor | None,
+    update_nd: Tensor,
     scale: float,
-) -> Tensor:
+) -> None:
     """Eqs. (5) and (6) from a plan: every tile of pairs, then the sum over the slots.
 
     `confidence_n` is given with radii, where an index of -1 does not say that a token was not finite.
@@ -245,7 +292,6 @@ def decode(
         **shape.dots(),
         **shape.blocks("decode"),
     )
-    update_nd = torch.empty(n, d, dtype=shape.dtype, device=u.device)
     blocks = shape.blocks("combine")
     kernels.combine[(-(-n // blocks["BN"]), -(-d // blocks["BD"]))](
         y_pd,
@@ -259,7 +305,6 @@ def decode(
         HAS_RADIUS=confidence_n is not None,
         **blocks,
     )
-    return update_nd
 
 
 def decode_few(
@@ -272,12 +317,12 @@ def decode_few(
     idx_nk: Tensor,
     w_nk: Tensor | None,
     confidence_n: Tensor | None,
+    update_nd: Tensor,
     scale: float,
     has_radius: bool = False,
-) -> Tensor:
+) -> None:
     from attractor.ops import kernels
 
-    update_nd = torch.empty(shape.n, shape.d, dtype=shape.dtype, device=u.device)
     blocks = shape.blocks("few_tokens")
     kernels.few_tokens[(shape.n, -(-shape.d // blocks["BD"]))](
         scores,
@@ -299,7 +344,6 @@ def decode_few(
         **shape.sizes(),
         **blocks,
     )
-    return update_nd
 
 
 class PairGradients(NamedTuple):
@@ -350,6 +394,7 @@ def decode_backward(
         K=shape.K,
         k=shape.k,
         BM=shape.tile,
+        HALVES=shape.tile > 64,
         GATE=kind,
         **shape.sizes(),
         **shape.dots(),
@@ -374,15 +419,16 @@ def bank_backward(
     coefficient: Tensor | None = None,
     inverse_p: Tensor | None = None,
 ) -> list[Tensor]:
-    """Gradients with one row per patch: decoders and, unless codes were given, prototypes, biases, slopes."""
+    """Gradients with one row per patch: decoders and, if they are given, prototypes, biases, slopes."""
     from attractor.ops import kernels
 
     kind, blocks, last = gate_kind(a, b), shape.blocks("bank_backward"), shape.blocks("sum_parts")
+    of_patch = {"K": shape.K, "SEGMENT": shape.segment, "GATE": kind, "HAS_P": P is not None}
     grad_U = torch.empty_like(U_Krd)
     grad_P, grad_b, grad_a = (None if x is None else torch.empty_like(x) for x in (P, b, a))
     part_U = torch.empty(shape.most_parts, shape.r * shape.d, device=U_Krd.device)
-    part_P = torch.empty(shape.most_parts, shape.d, device=U_Krd.device) if kind else None
-    part_radial = torch.empty(shape.most_parts, device=U_Krd.device) if kind else None
+    part_P = None if P is None else torch.empty(shape.most_parts, shape.d, device=U_Krd.device)
+    part_radial = None if P is None else torch.empty(shape.most_parts, device=U_Krd.device)
     kernels.bank_backward[(shape.most_segments, -(-shape.d // blocks["BD"]))](
         grad_nd,
         z,
@@ -399,9 +445,8 @@ def bank_backward(
         part_P,
         part_radial,
         scale,
-        K=shape.K,
         k=shape.k,
-        GATE=kind,
+        **of_patch,
         **shape.sizes(),
         **shape.dots(),
         **blocks,
@@ -419,24 +464,47 @@ def bank_backward(
         grad_P,
         grad_a,
         grad_b,
-        K=shape.K,
         BM=shape.tile,
-        GATE=kind,
+        **of_patch,
         **shape.sizes(),
         **last,
     )
     return [grad for grad in (grad_U, grad_P, grad_b, grad_a) if grad is not None]
 
 
-def encoder_backward(
-    shape: Shape, z_nd: Tensor, idx_nk: Tensor, grad_u_nr: Tensor, grad_V_dr: Tensor
+def token_products(
+    shape: Shape,
+    z_nd: Tensor,
+    inverse_z_n: Tensor,
+    sides_nw: Tensor,
+    grad_V_dr: Tensor,
+    P: Tensor | None = None,
+    inverse_p: Tensor | None = None,
+    grad_P: Tensor | None = None,
 ) -> None:
+    """Gradients that are sums over all tokens: of the encoder and, where `sides_nw` has them, prototypes."""
     from attractor.ops import kernels
 
-    n, d, r, blocks = shape.n, shape.d, shape.r, shape.blocks("encoder_backward")
-    channels = -(-d // blocks["BD"])
-    parts = torch.empty(max(1, min(-(-n // blocks["BN"]), 256 // channels)), d, r, device=z_nd.device)
-    kernels.encoder_backward[(parts.shape[0], channels)](
-        z_nd, idx_nk, grad_u_nr, parts, n, k=shape.k, **shape.sizes(), **shape.dots(), **blocks
+    (n, d), W = z_nd.shape, sides_nw.shape[1]
+    blocks = shape.blocks("token_products")
+    blocks = {"BW": min(128, power(W, 16))} | blocks
+    grid = -(-W // blocks["BW"]), -(-d // blocks["BD"])
+    num_parts = max(1, min(-(-n // blocks["BN"]), 264 // (grid[0] * grid[1])))
+    parts = torch.empty(num_parts, W, d, device=z_nd.device)
+    kernels.token_products[(*grid, num_parts)](
+        z_nd, sides_nw, inverse_z_n, parts, n, D=d, W=W, **shape.dots(), **blocks
     )
-    kernels.add_up[(-(-d * r // 256),)](parts, grad_V_dr, parts.shape[0], SIZE=d * r, BLOCK=256)
+    D_P = power(d, 16)
+    kernels.add_products[(W,)](
+        P,
+        inverse_p,
+        parts,
+        grad_V_dr,
+        grad_P,
+        num_parts,
+        D=d,
+        D_P=D_P,
+        R=shape.r,
+        W=W,
+        BP=max(1, 4096 // D_P),
+    )
