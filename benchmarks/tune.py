@@ -57,7 +57,7 @@ TOGETHER = {
 }
 """What is tried, and the kernels whose time it changes."""
 DEVICE, DTYPE = torch.device("cuda"), torch.bfloat16
-CALLS = 50
+CALLS = 50  # as many as the queue of launches takes without waiting for the GPU
 BEFORE = time.monotonic()
 
 
@@ -195,10 +195,11 @@ def both_ways(module: nn.Module, x: Tensor, upstream: Tensor) -> dict[str, float
     for name, run in (("forward", forward), ("forward_backward", both)):
         found[name] = microseconds(run, graph=True)
         found[f"eager_{name}"] = microseconds(run, graph=False)
+    torch.cuda.synchronize()
     started = time.perf_counter()
-    for _ in range(CALLS):  # without waiting for the GPU, unless its queue is full
+    for _ in range(CALLS):
         both()
-    found["python_forward_backward"] = 1e6 * (time.perf_counter() - started) / 50
+    found["python_forward_backward"] = 1e6 * (time.perf_counter() - started) / CALLS
     torch.cuda.synchronize()
     return found
 
@@ -311,10 +312,10 @@ def python_costs(size: Size) -> None:
     layer, x, upstream = layer_of(size)
     profiler = cProfile.Profile()
     with torch.autograd.set_multithreading_enabled(False):  # so that the profiler sees the backward pass
-        for _ in range(20):
-            step(layer, x, upstream)
+        step(layer, x, upstream)
+        torch.cuda.synchronize()
         profiler.enable()
-        for _ in range(100):
+        for _ in range(CALLS):
             step(layer, x, upstream)
         profiler.disable()
     torch.cuda.synchronize()
@@ -401,7 +402,7 @@ def run_all(path: Path, budget: float, jobs: int, old: Path | None, sizes: list[
     if left() > 20:
         result["others"] = profile_others()
     if left() > 5:
-        python_costs(sizes[-1])
+        python_costs(EAGER[0])
     write_result(path, result)
     table(result)
 
