@@ -5,6 +5,7 @@ not be there, and not run.
     python tests/shared_memory.py 86 256 bfloat16 64 whole     all the way to machine code
     python tests/shared_memory.py 86 256 bfloat16 64 90 128 float32 64         one after the other
     python tests/shared_memory.py 86 8 bfloat16 65536 product                  product prototypes
+    python tests/shared_memory.py 90 128 bfloat16 256 autocast                 float32 tokens and prototypes
 
 prints JSON, kernel -> bytes and tiles, a line for each. TRITON_INTERPRET must not be set: the interpreter
 has no compiler.
@@ -15,6 +16,7 @@ import math
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,13 +53,14 @@ class Recorder:
         return launched
 
 
-def flat_step(rank: int, dtype: torch.dtype, patches: int) -> None:
-    dim = 384
-    z, P = torch.zeros(16384, dim, dtype=dtype), torch.zeros(patches, dim, dtype=dtype)
+def flat_step(rank: int, dtype: torch.dtype, patches: int, tokens: torch.dtype | None = None) -> None:
+    dim, top_k = 384, 16 if rank == 128 else 4  # as in results/tune-h200.json
+    z, P = (torch.zeros(rows, dim, dtype=tokens or dtype) for rows in (16384, patches))
     a = torch.zeros(patches, rank)
     V, U = torch.zeros(dim, rank, dtype=dtype), torch.zeros(patches, rank, dim, dtype=dtype)
     radius = torch.zeros(patches)  # with basins the kernels do a little more
-    update, idx, w, _, s, *rest = fused.fused(z, P, V, a, a, U, None, radius, 4, 0.07, 1.0, True, dtype, True)
+    options = (top_k, 0.07, 1.0, True, dtype, True)
+    update, idx, w, _, s, *rest = fused.fused(z, P, V, a, a, U, None, radius, *options)
     fused.fused_backward(update, None, None, z, P, V, a, a, U, idx, w, s, *rest, 0.07, 1.0, True, True)
 
 
@@ -178,8 +181,9 @@ def needs_of(
 
 if __name__ == "__main__":
     torch.set_float32_matmul_precision("high")  # what needs the most
-    words = [word for word in sys.argv[1:] if word not in ("whole", "product")]
+    words = [word for word in sys.argv[1:] if word not in ("whole", "product", "autocast")]
     step = product_step if "product" in sys.argv else flat_step
+    step = partial(step, tokens=torch.float32) if "autocast" in sys.argv else step
     for start in range(0, len(words), 4):
         capability, rank, dtype, patches = words[start : start + 4]
         print(

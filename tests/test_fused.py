@@ -133,15 +133,6 @@ def test_crowded_patches(pattern, dtype, monkeypatch):
     assert_matches(layer, x)
 
 
-@every_dtype
-@pytest.mark.parametrize("gate", ["vector", "scalar"])
-def test_large_tiles(gate, dtype, monkeypatch):
-    """Tiles of more than 64 pairs are computed in halves: the second may be full, begun or empty."""
-    monkeypatch.setitem(launch.TRIED, "tile", {"BM": 128})
-    layer = layer_of(dtype, dim=24, num_patches=4, top_k=2, rank=8, gate=gate)
-    assert_matches(layer, tokens_of(layer, 200))
-
-
 def test_equal_scores_go_to_the_lower_patch():
     """Of vectors of 1 and -1, 4 long, every score is exact: a product rounds the rest by its place."""
     layer = layer_of(dim=16, num_patches=300, top_k=4)

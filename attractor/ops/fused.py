@@ -205,7 +205,7 @@ def fused_backward(
     width = r + (K if shape.dense else 0)
     sides_nw = torch.empty(n, width, dtype=shape.dtype, device=z_nd.device)
     grad_s_nk, coefficient_nk, grad_z_nd = map(torch.empty_like, (w_nk, w_nk, z_nd))
-    blocks = shape.blocks("token_backward")
+    blocks = shape.blocks("token_backward", z_nd.dtype == shape.dtype)
     kernels.token_backward[(-(-n // blocks["BN"]),)](
         z_nd,
         P_Kd,

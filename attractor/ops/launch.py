@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-SEGMENT = 512
-"""Pairs of one patch that one program adds up for the patch's gradients, or four times as many where patches
-are large."""
+SEGMENT, LONG_SEGMENT = 512, 2048
+"""Pairs of one patch that one program adds up for the patch's gradients: more where patches are `busy`."""
 SPAN = 64
 """Pairs of one patch that one program adds up where patches are so many that most have one or none."""
 CHUNK = 64
@@ -148,8 +147,15 @@ class Shape(NamedTuple):
         return 16 if pairs <= 16 else 32 if pairs <= 32 else 64  # so that torch.compile needs few guards
 
     @property
+    def busy(self) -> bool:
+        """Whether patches have many pairs each, and there are so many in all that long segments suffice."""
+        return self.n * self.k >= 128 * LONG_SEGMENT and self.n * self.k >= LONG_SEGMENT // 2 * self.K
+
+    @property
     def segment(self) -> int:
-        return TRIED["plan"]["SEGMENT"] if "plan" in TRIED else SEGMENT
+        if "plan" in TRIED:
+            return TRIED["plan"]["SEGMENT"]
+        return LONG_SEGMENT if self.busy else SEGMENT
 
     @property
     def dense(self) -> bool:
@@ -176,15 +182,20 @@ class Shape(NamedTuple):
         exact = torch.get_float32_matmul_precision() == "highest"
         return {"DTYPE": triton_type(self.dtype), "PRECISION": "ieee" if exact else "tf32"}
 
-    def blocks(self, kernel: str) -> dict[str, int]:
-        """Block sizes, warps and pipeline stages of a kernel, tuned on an H200 (docs/performance.md)."""
-        chosen = self._blocks(kernel, little_shared_memory())
+    def blocks(self, kernel: str, usual: bool = True) -> dict[str, int]:
+        """Block sizes, warps and pipeline stages of a kernel, tuned on an H200 (docs/performance.md).
+
+        It is not `usual` if the kernel is given something else than where it was tuned, such as float32
+        tokens under autocast.
+        """
+        chosen = self._blocks(kernel, usual, little_shared_memory())
         return chosen | TRIED[kernel] if kernel in TRIED else chosen
 
     @lru_cache(4096)  # noqa: B019  a shape is a few numbers
-    def _blocks(self, kernel: str, little: bool) -> dict[str, int]:
+    def _blocks(self, kernel: str, usual: bool, little: bool) -> dict[str, int]:
         small = self.r <= 64
         programs = 132  # about one wave of a large GPU
+        narrow = little + (not usual) if self.dense else 0  # a tile then has all prototypes
         chosen = {
             "route": {
                 "BN": 128 if self.n >= 96 * programs else 64 if self.n >= 24 * programs else 16,
@@ -195,11 +206,11 @@ class Shape(NamedTuple):
             },
             "decode": {"BD": 64, "num_warps": 4 if small else 8, "num_stages": 3},
             "combine": {"BN": 8, "BD": 128, "num_warps": 4},
-            "place": {"num_warps": 4},
+            "place": {"num_warps": 1},
             "few_scores": {"BK": max(2, min(32, 16384 // power(self.d))), "num_warps": 4},
             "few_tokens": {"BD": 64, "num_warps": 4},
             "decode_backward": {"BD": 64, "num_warps": 4 if small else 8, "num_stages": 4 if small else 3},
-            "token_backward": {"BN": 16, "BD": 128, "num_warps": 4, "num_stages": 2},
+            "token_backward": {"BN": 16, "BD": 128 >> narrow, "num_warps": 4, "num_stages": 2},
             "bank_backward": {"BM": 64, "BD": 128, "num_warps": 4, "num_stages": 3},
             "token_products": {"BN": 64, "BD": 128, "num_warps": 4, "num_stages": 3},
             "sum_parts": {"BD": 128, "BT": 16, "num_warps": 4},
@@ -210,7 +221,22 @@ class Shape(NamedTuple):
         if "num_stages" in chosen and (little or crowded > 1):
             smaller = {name: max(16, chosen[name] // crowded) for name in ("BD", "BN") if name in chosen}
             chosen = chosen | smaller | {"num_stages": 2}
+        if usual and not little:
+            chosen = chosen | self._measured_blocks(kernel)
         return chosen | {"BD": min(chosen["BD"], power(self.d, 16))} if "BD" in chosen else chosen
+
+    def _measured_blocks(self, kernel: str) -> dict[str, int]:
+        """What was best in results/tune-h200.json, for shapes like those; the others keep what they had."""
+        if not (self.dense and self.r <= 128 and self.d > 256 and self.n >= 4096):
+            return {}
+        width = self.r + self.K  # of token_products: how much would blocks of 128 compute in vain?
+        return {
+            "combine": {"BN": 2, "BD": 512},
+            "decode_backward": {"maxnreg": 128} if self.busy and self.r > 64 else {},
+            "token_backward": {"BN": 64, "BD": 32} if self.n >= 16384 and self.K > 128 else {},
+            "bank_backward": {"BM": 32, "num_stages": 5},
+            "token_products": {"BW": 64 if 4 * 128 * -(-width // 128) > 5 * width else 128, "num_stages": 5},
+        }.get(kernel, {})
 
 
 class Plan(NamedTuple):
@@ -394,11 +420,10 @@ def decode_backward(
         K=shape.K,
         k=shape.k,
         BM=shape.tile,
-        HALVES=shape.tile > 64,
         GATE=kind,
         **shape.sizes(),
         **shape.dots(),
-        **shape.blocks("decode_backward"),
+        **shape.blocks("decode_backward", kind > 0),
     )
     return grads
 
@@ -422,7 +447,8 @@ def bank_backward(
     """Gradients with one row per patch: decoders and, if they are given, prototypes, biases, slopes."""
     from attractor.ops import kernels
 
-    kind, blocks, last = gate_kind(a, b), shape.blocks("bank_backward"), shape.blocks("sum_parts")
+    kind, last = gate_kind(a, b), shape.blocks("sum_parts")
+    blocks = shape.blocks("bank_backward", kind > 0)
     of_patch = {"K": shape.K, "SEGMENT": shape.segment, "GATE": kind, "HAS_P": P is not None}
     grad_U = torch.empty_like(U_Krd)
     grad_P, grad_b, grad_a = (None if x is None else torch.empty_like(x) for x in (P, b, a))
@@ -486,8 +512,8 @@ def token_products(
     from attractor.ops import kernels
 
     (n, d), W = z_nd.shape, sides_nw.shape[1]
-    blocks = shape.blocks("token_products")
-    blocks = {"BW": min(128, power(W, 16))} | blocks
+    usual = grad_P is not None and z_nd.dtype == shape.dtype
+    blocks = {"BW": min(128, power(W, 16))} | shape.blocks("token_products", usual)
     grid = -(-W // blocks["BW"]), -(-d // blocks["BD"])
     num_parts = max(1, min(-(-n // blocks["BN"]), 264 // (grid[0] * grid[1])))
     parts = torch.empty(num_parts, W, d, device=z_nd.device)

@@ -17,56 +17,6 @@ from attractor.ops.kernels.forward import (
 from attractor.ops.kernels.quick import quick
 
 
-@triton.jit
-def rows_of_pairs(x, row, is_pair, cols, D: tl.constexpr):
-    return tl.load(x + row[:, None] * D + cols, mask=is_pair[:, None] & (cols < D)[None, :], other=0.0)
-
-
-@triton.jit
-def pair_gradients(
-    acc,
-    u,
-    w,
-    a,
-    b,
-    codes,
-    grad_u,
-    grad_w,
-    patch,
-    places,
-    pair,
-    is_pair,
-    R: tl.constexpr,
-    R_P: tl.constexpr,
-    k: tl.constexpr,
-    GATE: tl.constexpr,
-):
-    """From the gradient `acc` of w phi to those of u, w and, as sums over the pairs, of the gate."""
-    code = tl.arange(0, R_P)
-    here = is_pair[:, None] & (code < R)[None, :]
-    da = tl.zeros((R_P,), tl.float32)
-    db = tl.zeros((R_P,), tl.float32)
-    if GATE > 0:
-        u_tile = tl.load(u + (pair // k)[:, None] * R + code, mask=here, other=0.0)
-        # what meets `acc` here lies as `acc` does: the rest is computed without moving tiles between threads
-        u_tile = tl.where(acc == acc, u_tile, acc)
-        weight = tl.load(w + pair, mask=is_pair, other=0.0)
-        open_ = gate(u_tile, a, b, patch, code[None, :], R, GATE)
-        phi = u_tile * open_
-        tl.store(grad_w + pair, tl.sum(acc * phi, 1), mask=is_pair)
-        wphi = (weight[:, None] * phi).to(codes.dtype.element_ty)  # for bank_backward, in its order
-        tl.store(codes + places[:, None].to(tl.int64) * R + code, wphi, mask=here)
-        acc *= weight[:, None]  # d phi
-        inner = acc * phi * (1 - open_)  # d (a u + b)
-        acc *= open_
-        if GATE == 2:
-            acc += inner * tl.load(a + patch * R + code, mask=code < R, other=0.0).to(tl.float32)[None, :]
-            da = tl.sum(inner * u_tile, 0)
-        db = tl.sum(inner, 0)
-    tl.store(grad_u + pair[:, None] * R + code, acc.to(grad_u.dtype.element_ty), mask=here)
-    return da, db
-
-
 @quick
 @triton.jit
 def decode_backward(
@@ -92,50 +42,50 @@ def decode_backward(
     k: tl.constexpr,
     BM: tl.constexpr,
     BD: tl.constexpr,
-    HALVES: tl.constexpr,
     GATE: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """For one tile: gradients of the pairs' codes, weights and of the tile's part of the gates.
-
-    In two HALVES, the decoder is read once for both, and what follows the product has registers for one.
-    """
+    """For one tile: gradients of the pairs' codes, weights and of the tile's part of the gates."""
     if tl.program_id(0) < tl.load(plan + COUNTS * K):
-        ROWS: tl.constexpr = BM // 2 if HALVES else BM
-        patch, places, pair, is_pair = tile_of(plan, order, most_segments, K, BM, 0, ROWS)
+        patch, places, pair, is_pair = tile_of(plan, order, most_segments, K, BM)
         code = tl.arange(0, R_P)
-        acc = tl.zeros((ROWS, R_P), tl.float32)
-        if HALVES:
-            _, places_2, pair_2, is_pair_2 = tile_of(plan, order, most_segments, K, BM, ROWS, ROWS)
-            acc_2 = tl.zeros((ROWS, R_P), tl.float32)
+        here = is_pair[:, None] & (code < R)[None, :]
+        acc = tl.zeros((BM, R_P), tl.float32)
         for start in range(0, D, BD):
             cols = start + tl.arange(0, BD)
             U_tile = tl.load(  # transposed by its pointers
                 U + patch * (R * D) + code[None, :] * D + cols[:, None],
                 mask=(code < R)[None, :] & (cols < D)[:, None],
                 other=0.0,
-            ).to(DTYPE)
-            acc = dot(rows_of_pairs(grad, pair // k, is_pair, cols, D).to(DTYPE), U_tile, acc, PRECISION)
-            if HALVES:
-                g_tile = rows_of_pairs(grad, pair_2 // k, is_pair_2, cols, D)
-                acc_2 = dot(g_tile.to(DTYPE), U_tile, acc_2, PRECISION)
-        da, db = pair_gradients(
-            acc * scale, u, w, a, b, codes, grad_u, grad_w, patch, places, pair, is_pair, R, R_P, k, GATE
-        )
-        if HALVES:
-            acc_2 *= scale
-            da_2, db_2 = pair_gradients(
-                acc_2, u, w, a, b, codes, grad_u, grad_w, patch, places_2, pair_2, is_pair_2, R, R_P, k, GATE
             )
-            da += da_2
-            db += db_2
-        if GATE == 1:
-            tl.store(grad_b + tl.program_id(0), tl.sum(db, 0))
-        elif GATE == 2:
-            part = tl.program_id(0).to(tl.int64) * R + code
-            tl.store(grad_a + part, da, mask=code < R)
-            tl.store(grad_b + part, db, mask=code < R)
+            g_tile = tl.load(
+                grad + (pair // k)[:, None] * D + cols, mask=is_pair[:, None] & (cols < D)[None, :], other=0.0
+            )
+            acc = dot(g_tile.to(DTYPE), U_tile.to(DTYPE), acc, PRECISION)
+        acc *= scale
+        if GATE > 0:
+            u_tile = tl.load(u + (pair // k)[:, None] * R + code, mask=here, other=0.0)
+            # what meets `acc` here lies as `acc` does: no tile moves between threads in what follows
+            u_tile = tl.where(acc == acc, u_tile, acc)
+            weight = tl.load(w + pair, mask=is_pair, other=0.0)
+            open_ = gate(u_tile, a, b, patch, code[None, :], R, GATE)
+            phi = u_tile * open_
+            tl.store(grad_w + pair, tl.sum(acc * phi, 1), mask=is_pair)
+            wphi = (weight[:, None] * phi).to(codes.dtype.element_ty)  # for bank_backward, in its order
+            tl.store(codes + places[:, None].to(tl.int64) * R + code, wphi, mask=here)
+            acc *= weight[:, None]  # d phi
+            inner = acc * phi * (1 - open_)  # d (a u + b)
+            acc *= open_
+            db = tl.sum(inner, 0)
+            if GATE == 2:
+                acc += inner * tl.load(a + patch * R + code, mask=code < R, other=0.0).to(tl.float32)[None, :]
+                part = tl.program_id(0).to(tl.int64) * R + code
+                tl.store(grad_a + part, tl.sum(inner * u_tile, 0), mask=code < R)
+                tl.store(grad_b + part, db, mask=code < R)
+            else:
+                tl.store(grad_b + tl.program_id(0), tl.sum(db, 0))
+        tl.store(grad_u + pair[:, None] * R + code, acc.to(grad_u.dtype.element_ty), mask=here)
 
 
 @quick

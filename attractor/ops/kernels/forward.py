@@ -388,15 +388,11 @@ def place(idx, histogram, plan, order, num_pairs, K: tl.constexpr):
 
 
 @triton.jit
-def tile_of(plan, order, most_segments, K: tl.constexpr, BM: tl.constexpr, first=0, ROWS: tl.constexpr = 0):
-    """The patch of this program's tile, where its pairs are in `order`, the pairs, and which are there.
-
-    With ROWS, only so many of them, from `first`.
-    """
+def tile_of(plan, order, most_segments, K: tl.constexpr, BM: tl.constexpr):
+    """The patch of this program's tile, where its pairs are in `order`, the pairs, and which are there."""
     tile = tl.program_id(0)
     patch = tl.load(plan + COUNTS * K + 2 + most_segments + tile).to(tl.int64)
-    rows: tl.constexpr = BM if ROWS == 0 else ROWS
-    ranks = (tile - tl.load(plan + TILES * K + patch)) * BM + first + tl.arange(0, rows)
+    ranks = (tile - tl.load(plan + TILES * K + patch)) * BM + tl.arange(0, BM)
     is_pair = ranks < tl.load(plan + TOTALS * K + patch)
     places = tl.load(plan + PAIRS * K + patch) + ranks
     return patch, places, tl.load(order + places, mask=is_pair, other=0).to(tl.int64), is_pair
