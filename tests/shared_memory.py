@@ -61,7 +61,9 @@ def flat_step(rank: int, dtype: torch.dtype, patches: int, tokens: torch.dtype |
     radius = torch.zeros(patches)  # with basins the kernels do a little more
     options = (top_k, 0.07, 1.0, True, dtype, True)
     update, idx, w, _, s, *rest = fused.fused(z, P, V, a, a, U, None, radius, *options)
-    fused.fused_backward(update, None, None, z, P, V, a, a, U, idx, w, s, *rest, 0.07, 1.0, True, True)
+    tensors = (update, None, None, z, P, V, a, a, U, idx, w, s, *rest)
+    for wants in ([True] * 5, [False, False, False, True, False]):  # all that learns, and decoders alone
+        fused.fused_backward(*tensors, 0.07, 1.0, True, True, wants)
 
 
 def product_step(rank: int, dtype: torch.dtype, patches: int) -> None:

@@ -203,13 +203,100 @@ def test_operators_are_well_behaved():
     torch.library.opcheck(operators.fused.default, (*scalar, *options, False), test_utils=checks)
     _, idx, w, _, *saved = fused._fused(z, P, V, a, b, U, None, None, *options, True)
     arguments = (torch.randn_like(z), None, None, z, P, V, a, b, U, idx, w, *saved, *options[1:4], False)
-    torch.library.opcheck(operators.fused_backward.default, arguments, test_utils=checks)
+    for wants in ([True] * 5, [False, False, False, True, False], [False, True, False, False, True]):
+        torch.library.opcheck(operators.fused_backward.default, (*arguments, wants), test_utils=checks)
     code = torch.randn(9, 2, 3, device=DEVICE)
     torch.library.opcheck(operators.fused_decode.default, (code, U, idx, True), test_utils=checks)
     _, order, numbers = fused._fused_decode(code, U, idx, True)
-    torch.library.opcheck(
-        operators.fused_decode_backward.default, (z, code, U, order, numbers), test_utils=checks
+    for wants in ([True, True], [False, True], [True, False]):
+        arguments = (z, code, U, order, numbers, wants)
+        torch.library.opcheck(operators.fused_decode_backward.default, arguments, test_utils=checks)
+
+
+EVERYTHING = [
+    "decode_backward",
+    "token_backward",
+    "token_products",
+    "add_products",
+    "bank_backward",
+    "sum_parts",
+]
+
+
+@every_dtype
+@pytest.mark.parametrize("gate", ["vector", "scalar"])
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize(
+    ("learns", "launched"),
+    [
+        (["decoder"], ["decode_backward", "bank_backward", "sum_parts"]),
+        (["gate_bias"], ["decode_backward", "bank_backward", "sum_parts"]),
+        (["decoder", "gate_bias"], ["decode_backward", "bank_backward", "sum_parts"]),
+        (["input"], ["decode_backward", "token_backward"]),
+        (["encoder"], EVERYTHING[:4]),
+        (["prototypes"], None),
+        (["input", "prototypes", "encoder"], None),
+        (["input", "decoder"], ["decode_backward", "token_backward", "bank_backward", "sum_parts"]),
+    ],
+    ids=str,
+)
+def test_nothing_is_launched_for_frozen_parts(learns, launched, dense, gate, dtype, monkeypatch):
+    """And the gradients of the others have the same bits as if all learned."""
+    from attractor.ops import kernels
+
+    if launched is None:  # gradients of prototypes are a product with all tokens, or sums over pairs
+        last = EVERYTHING[2:4] if dense else EVERYTHING[4:]
+        encoder = EVERYTHING[2:4] if "encoder" in learns else []
+        launched = [*EVERYTHING[:2], *(encoder or last), *(last if encoder and not dense else [])]
+    monkeypatch.setattr(launch, "DENSE_TYPES", tuple(LIMITS) if dense else ())
+    layer = layer_of(dtype, dim=24, num_patches=7, top_k=2, rank=8, gate=gate, backend="triton")
+    x = tokens_of(layer, 30).requires_grad_()
+    upstream = torch.randn_like(x)
+    leaves = {"input": x, **dict(layer.named_parameters())}
+    full = dict(zip(leaves, torch.autograd.grad(layer(x), list(leaves.values()), upstream), strict=True))
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(name in learns)
+    calls = []
+    for name in EVERYTHING:
+        monkeypatch.setattr(kernels, name, Counted(name, getattr(kernels, name), calls))
+    found = torch.autograd.grad(layer(x), [leaves[name] for name in learns], upstream)
+    assert calls == launched
+    for name, gradient in zip(learns, found, strict=True):
+        assert torch.equal(gradient, full[name]), name
+
+
+class Counted:
+    """A kernel that says when it is launched."""
+
+    def __init__(self, name, kernel, calls):
+        self.name, self.kernel, self.calls = name, kernel, calls
+
+    def __getitem__(self, grid):
+        self.calls.append(self.name)
+        return self.kernel[grid]
+
+
+def test_the_compiler_knows_what_is_frozen():
+    layer = layer_of(dim=16, num_patches=9, top_k=3, backend="triton").requires_grad_(False)
+    layer.decoder.requires_grad_(True)
+    x = tokens_of(layer, FEW_TOKENS + 5)
+    (wanted,) = torch.autograd.grad(layer(x).sum(), layer.decoder)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    assert torch.equal(torch.autograd.grad(compiled(x).sum(), layer.decoder)[0], wanted)
+
+
+@pytest.mark.parametrize("frozen", ["decoder", "codes"])
+def test_decoding_alone_leaves_out_what_is_frozen(frozen):
+    code, U = torch.randn(20, 2, 3, device=DEVICE), torch.randn(5, 3, 8, device=DEVICE)
+    idx = torch.randint(5, (20, 2), device=DEVICE)
+    both = torch.autograd.grad(
+        fused.decode(code.requires_grad_(), U.requires_grad_(), idx).square().sum(), [code, U]
     )
+    learns = code if frozen == "decoder" else U
+    (U if frozen == "decoder" else code).requires_grad_(False)
+    (alone,) = torch.autograd.grad(fused.decode(code, U, idx).square().sum(), learns)
+    assert torch.equal(alone, both[0 if learns is code else 1])
 
 
 @pytest.mark.parametrize("options", [{}, {"gate": "scalar"}, {"decoder": "shared"}], ids=str)

@@ -149,7 +149,8 @@ class Shape(NamedTuple):
     @property
     def busy(self) -> bool:
         """Whether patches have many pairs each, and there are so many in all that long segments suffice."""
-        return self.n * self.k >= 128 * LONG_SEGMENT and self.n * self.k >= LONG_SEGMENT // 2 * self.K
+        pairs = self.n * self.k
+        return self.dense and pairs >= 128 * LONG_SEGMENT and pairs >= LONG_SEGMENT // 2 * self.K
 
     @property
     def segment(self) -> int:
@@ -390,7 +391,9 @@ def decode_backward(
     b: Tensor | None,
     U_Krd: Tensor,
     scale: float,
+    whole: bool = True,
 ) -> PairGradients:
+    """With `whole=False` only `codes`, which the gradients of decoders need."""
     from attractor.ops import kernels
 
     kind, pairs, tiles = gate_kind(a, b), shape.n * shape.k, shape.most_tiles
@@ -405,6 +408,8 @@ def decode_backward(
         new(tiles, shape.r if kind == 2 else 1) if kind else None,
         new(pairs, shape.r, dtype=shape.dtype) if kind else u,
     )
+    if not whole and not kind:
+        return grads
     kernels.decode_backward[(tiles,)](
         grad_nd,
         u,
@@ -421,6 +426,7 @@ def decode_backward(
         k=shape.k,
         BM=shape.tile,
         GATE=kind,
+        WHOLE=whole,
         **shape.sizes(),
         **shape.dots(),
         **shape.blocks("decode_backward", kind > 0),
@@ -437,21 +443,22 @@ def bank_backward(
     scale: float,
     a: Tensor | None = None,
     b: Tensor | None = None,
-    z: Tensor | None = None,
-    P: Tensor | None = None,
-    s: Tensor | None = None,
-    grad_s: Tensor | None = None,
-    coefficient: Tensor | None = None,
-    inverse_p: Tensor | None = None,
-) -> list[Tensor]:
-    """Gradients with one row per patch: decoders and, if they are given, prototypes, biases, slopes."""
+    *prototypes: Tensor,
+    wants_gates: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients with one row per patch: decoders and, if they are given, prototypes, biases, slopes.
+
+    `prototypes` are none, or tokens, prototypes, scores, their gradients and coefficients, inverse lengths.
+    """
+    z, P, s, grad_s, coefficient, inverse_p = prototypes or [None] * 6
     from attractor.ops import kernels
 
     kind, last = gate_kind(a, b), shape.blocks("sum_parts")
     blocks = shape.blocks("bank_backward", kind > 0)
-    of_patch = {"K": shape.K, "SEGMENT": shape.segment, "GATE": kind, "HAS_P": P is not None}
+    of_patch = {"K": shape.K, "SEGMENT": shape.segment, "HAS_P": P is not None}
+    gates = (b, a) if wants_gates else (None, None)
     grad_U = torch.empty_like(U_Krd)
-    grad_P, grad_b, grad_a = (None if x is None else torch.empty_like(x) for x in (P, b, a))
+    grad_P, grad_b, grad_a = (None if x is None else torch.empty_like(x) for x in (P, *gates))
     part_U = torch.empty(shape.most_parts, shape.r * shape.d, device=U_Krd.device)
     part_P = None if P is None else torch.empty(shape.most_parts, shape.d, device=U_Krd.device)
     part_radial = None if P is None else torch.empty(shape.most_parts, device=U_Krd.device)
@@ -472,6 +479,7 @@ def bank_backward(
         part_radial,
         scale,
         k=shape.k,
+        GATE=kind,
         **of_patch,
         **shape.sizes(),
         **shape.dots(),
@@ -491,11 +499,12 @@ def bank_backward(
         grad_a,
         grad_b,
         BM=shape.tile,
+        GATE=kind if wants_gates else 0,
         **of_patch,
         **shape.sizes(),
         **last,
     )
-    return [grad for grad in (grad_U, grad_P, grad_b, grad_a) if grad is not None]
+    return grad_U, grad_P, grad_b, grad_a
 
 
 def token_products(

@@ -43,26 +43,30 @@ def decode_backward(
     BM: tl.constexpr,
     BD: tl.constexpr,
     GATE: tl.constexpr,
+    WHOLE: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """For one tile: gradients of the pairs' codes, weights and of the tile's part of the gates."""
+    """For one tile: gradients of the pairs' codes, weights and of the tile's part of the gates.
+
+    Not WHOLE, it stores the codes that were decoded, and that is all: decoders alone learn.
+    """
     if tl.program_id(0) < tl.load(plan + COUNTS * K):
         patch, places, pair, is_pair = tile_of(plan, order, most_segments, K, BM)
         code = tl.arange(0, R_P)
         here = is_pair[:, None] & (code < R)[None, :]
         acc = tl.zeros((BM, R_P), tl.float32)
-        for start in range(0, D, BD):
-            cols = start + tl.arange(0, BD)
-            U_tile = tl.load(  # transposed by its pointers
-                U + patch * (R * D) + code[None, :] * D + cols[:, None],
-                mask=(code < R)[None, :] & (cols < D)[:, None],
-                other=0.0,
-            )
-            g_tile = tl.load(
-                grad + (pair // k)[:, None] * D + cols, mask=is_pair[:, None] & (cols < D)[None, :], other=0.0
-            )
-            acc = dot(g_tile.to(DTYPE), U_tile.to(DTYPE), acc, PRECISION)
+        if WHOLE:
+            for start in range(0, D, BD):
+                cols = start + tl.arange(0, BD)
+                U_tile = tl.load(  # transposed by its pointers
+                    U + patch * (R * D) + code[None, :] * D + cols[:, None],
+                    mask=(code < R)[None, :] & (cols < D)[:, None],
+                    other=0.0,
+                )
+                inside = is_pair[:, None] & (cols < D)[None, :]
+                g_tile = tl.load(grad + (pair // k)[:, None] * D + cols, mask=inside, other=0.0)
+                acc = dot(g_tile.to(DTYPE), U_tile.to(DTYPE), acc, PRECISION)
         acc *= scale
         if GATE > 0:
             u_tile = tl.load(u + (pair // k)[:, None] * R + code, mask=here, other=0.0)
@@ -71,21 +75,25 @@ def decode_backward(
             weight = tl.load(w + pair, mask=is_pair, other=0.0)
             open_ = gate(u_tile, a, b, patch, code[None, :], R, GATE)
             phi = u_tile * open_
-            tl.store(grad_w + pair, tl.sum(acc * phi, 1), mask=is_pair)
+            if WHOLE:
+                tl.store(grad_w + pair, tl.sum(acc * phi, 1), mask=is_pair)
             wphi = (weight[:, None] * phi).to(codes.dtype.element_ty)  # for bank_backward, in its order
             tl.store(codes + places[:, None].to(tl.int64) * R + code, wphi, mask=here)
-            acc *= weight[:, None]  # d phi
-            inner = acc * phi * (1 - open_)  # d (a u + b)
-            acc *= open_
-            db = tl.sum(inner, 0)
-            if GATE == 2:
-                acc += inner * tl.load(a + patch * R + code, mask=code < R, other=0.0).to(tl.float32)[None, :]
-                part = tl.program_id(0).to(tl.int64) * R + code
-                tl.store(grad_a + part, tl.sum(inner * u_tile, 0), mask=code < R)
-                tl.store(grad_b + part, db, mask=code < R)
-            else:
-                tl.store(grad_b + tl.program_id(0), tl.sum(db, 0))
-        tl.store(grad_u + pair[:, None] * R + code, acc.to(grad_u.dtype.element_ty), mask=here)
+            if WHOLE:
+                acc *= weight[:, None]  # d phi
+                inner = acc * phi * (1 - open_)  # d (a u + b)
+                acc *= open_
+                db = tl.sum(inner, 0)
+                if GATE == 2:
+                    slope = tl.load(a + patch * R + code, mask=code < R, other=0.0).to(tl.float32)
+                    acc += inner * slope[None, :]
+                    part = tl.program_id(0).to(tl.int64) * R + code
+                    tl.store(grad_a + part, tl.sum(inner * u_tile, 0), mask=code < R)
+                    tl.store(grad_b + part, db, mask=code < R)
+                else:
+                    tl.store(grad_b + tl.program_id(0), tl.sum(db, 0))
+        if WHOLE:
+            tl.store(grad_u + pair[:, None] * R + code, acc.to(grad_u.dtype.element_ty), mask=here)
 
 
 @quick
