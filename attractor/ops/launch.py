@@ -141,8 +141,6 @@ class Shape(NamedTuple):
     @property
     def tile(self) -> int:
         """Pairs in a tile: about what a patch has, so that tiles are full."""
-        if "tile" in TRIED:
-            return TRIED["tile"]["BM"]
         pairs = self.n * self.k // self.K
         return 16 if pairs <= 16 else 32 if pairs <= 32 else 64  # so that torch.compile needs few guards
 
