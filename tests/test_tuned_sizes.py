@@ -1,4 +1,4 @@
-"""The sizes of kernels follow from what was measured."""
+"""The sizes of kernels, and what docs/performance.md says of them, follow from what was measured."""
 
 import json
 import re
@@ -6,11 +6,14 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
+import roofline
 import torch
 
 from attractor.ops.launch import Shape
 
-TUNED = json.loads((Path(__file__).parents[1] / "results" / "tune-h200.json").read_text())["tuned"]
+ROOT = Path(__file__).parents[1]
+RESULT = json.loads((ROOT / "results" / "tune-h200.json").read_text())
+TUNED = RESULT["tuned"]
 
 
 def is_chosen(shape: Shape, kernel: str, tried: dict[str, dict[str, int]]) -> bool:
@@ -35,3 +38,16 @@ def test_what_was_best_is_taken(name):
             spent for spent, tried in tries if tried.get("tile", {"BM": shape.tile})["BM"] == shape.tile
         )
     assert ours < 1.02 * best
+
+
+def test_the_page_shows_the_result():
+    page = (ROOT / "docs" / "performance.md").read_text()
+    for name in roofline.SHOWN:
+        assert "\n".join(roofline.table(RESULT, name)) in page
+    for name, dense in RESULT["dense"].items():
+        ours, before = RESULT["final"][name]["best"], RESULT["old"][name]
+        ways = ("forward", "forward_backward")
+        now, then = ([f"{row[way] / dense[way]:.2f}" for way in ways] for row in (ours, before))
+        took = f"{dense['forward_backward']:.0f}, {ours['forward_backward']:.0f}"
+        shape = ", ".join(re.findall(r"\d+", name))
+        assert f"| {shape} | {' | '.join(now)} | {took} | {', '.join(then)} |" in page
