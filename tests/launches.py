@@ -39,7 +39,9 @@ class Compiled:
 
 
 def told(x: Any) -> Any:
-    return (x.dtype, tuple(x.shape)) if isinstance(x, torch.Tensor) else x
+    """A tensor is launched as the number of its place, which is another in every run."""
+    x = x.data_ptr() if isinstance(x, torch.Tensor) else x
+    return "a place in memory" if type(x) is int and x > 1 << 32 else x
 
 
 def compile_nothing(self: Any, key: str, *arguments: Any) -> Compiled:

@@ -5,6 +5,7 @@ not be there, and not run.
     python tests/shared_memory.py 86 256 bfloat16 64 whole     all the way to machine code
     python tests/shared_memory.py 86 256 bfloat16 64 90 128 float32 64         one after the other
     python tests/shared_memory.py 86 8 bfloat16 65536 product                  product prototypes
+    python tests/shared_memory.py 90 128 bfloat16 256 autocast                 float32 tokens and prototypes
 
 prints JSON, kernel -> bytes and tiles, a line for each. TRITON_INTERPRET must not be set: the interpreter
 has no compiler.
@@ -15,6 +16,7 @@ import math
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +34,7 @@ MOST = {80: 166_912, 86: 101_376, 90: 232_448}
 """Bytes of shared memory that a block may have, by compute capability (CUDA programming guide)."""
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int32: "*i32", torch.int64: "*i64"}
 NUMBERS = {bool: "i1", int: "i32", float: "fp32"}
-OPTIONS = ("num_warps", "num_stages")
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
 Launch = tuple[Any, dict[str, Any], dict[str, Any]]  # a kernel, its arguments, its options
 
 
@@ -51,14 +53,17 @@ class Recorder:
         return launched
 
 
-def flat_step(rank: int, dtype: torch.dtype, patches: int) -> None:
-    dim = 384
-    z, P = torch.zeros(16384, dim, dtype=dtype), torch.zeros(patches, dim, dtype=dtype)
+def flat_step(rank: int, dtype: torch.dtype, patches: int, tokens: torch.dtype | None = None) -> None:
+    dim, top_k = 384, 16 if rank == 128 else 4  # as in results/tune-h200.json
+    z, P = (torch.zeros(rows, dim, dtype=tokens or dtype) for rows in (16384, patches))
     a = torch.zeros(patches, rank)
     V, U = torch.zeros(dim, rank, dtype=dtype), torch.zeros(patches, rank, dim, dtype=dtype)
     radius = torch.zeros(patches)  # with basins the kernels do a little more
-    update, idx, w, _, s, *rest = fused.fused(z, P, V, a, a, U, None, radius, 4, 0.07, 1.0, True, dtype, True)
-    fused.fused_backward(update, None, None, z, P, V, a, a, U, idx, w, s, *rest, 0.07, 1.0, True, True)
+    options = (top_k, 0.07, 1.0, True, dtype, True)
+    update, idx, w, _, s, *rest = fused.fused(z, P, V, a, a, U, None, radius, *options)
+    tensors = (update, None, None, z, P, V, a, a, U, idx, w, s, *rest)
+    for wants in ([True] * 5, [False, False, False, True, False]):  # all that learns, and decoders alone
+        fused.fused_backward(*tensors, 0.07, 1.0, True, True, wants)
 
 
 def product_step(rank: int, dtype: torch.dtype, patches: int) -> None:
@@ -178,8 +183,9 @@ def needs_of(
 
 if __name__ == "__main__":
     torch.set_float32_matmul_precision("high")  # what needs the most
-    words = [word for word in sys.argv[1:] if word not in ("whole", "product")]
+    words = [word for word in sys.argv[1:] if word not in ("whole", "product", "autocast")]
     step = product_step if "product" in sys.argv else flat_step
+    step = partial(step, tokens=torch.float32) if "autocast" in sys.argv else step
     for start in range(0, len(words), 4):
         capability, rank, dtype, patches = words[start : start + 4]
         print(

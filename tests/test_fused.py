@@ -77,7 +77,9 @@ def tokens_of(layer: APN, count: int) -> torch.Tensor:
 @every_dtype
 @every_variant
 @pytest.mark.parametrize("count", [1, 37])
-def test_every_variant(variant, count, dtype):
+def test_every_variant(variant, count, dtype, monkeypatch):
+    if count > 1:  # gradients through a product with all prototypes, in every dtype
+        monkeypatch.setattr(launch, "DENSE_TYPES", tuple(LIMITS))
     if dtype != torch.float32 and variant.get("layer_norm"):
         pytest.skip("the norm rounds to half precision before the router: it may choose otherwise")
     layer = layer_of(dtype, **variant)
@@ -96,7 +98,10 @@ def test_every_variant(variant, count, dtype):
     ],
     ids=str,
 )
-def test_odd_sizes(sizes, dtype):
+@pytest.mark.parametrize("dense", [False, True])
+def test_odd_sizes(sizes, dtype, dense, monkeypatch):
+    monkeypatch.setattr(launch, "DENSE_PATCHES", 512)
+    monkeypatch.setattr(launch, "DENSE_TYPES", tuple(LIMITS) if dense else ())
     layer = layer_of(dtype, **sizes)
     few = 5 if layer.config.num_patches > 200 else 12
     assert_matches(layer, tokens_of(layer, 75 if ON_GPU or layer.config.num_patches < 9 else few))
@@ -107,12 +112,7 @@ def test_odd_sizes(sizes, dtype):
 def test_crowded_patches(pattern, dtype, monkeypatch):
     """Patches with many segments next to patches with none."""
     if not ON_GPU:  # an eighth of a segment's pairs, and of the tokens: the interpreter takes its time
-        from attractor.ops.kernels import backward, forward
-
-        segment = type(forward.SEGMENT)(launch.SEGMENT // 8)
         monkeypatch.setattr(launch, "SEGMENT", launch.SEGMENT // 8)
-        for module in (forward, backward):
-            monkeypatch.setattr(module, "SEGMENT", segment)
     layer = layer_of(dtype, dim=24, num_patches=12, top_k=2, rank=8)
     torch.manual_seed(2)
     count = {"all to one": 1100 if ON_GPU else 138, "zipf": 1400 if ON_GPU else 225}[pattern]
@@ -203,13 +203,100 @@ def test_operators_are_well_behaved():
     torch.library.opcheck(operators.fused.default, (*scalar, *options, False), test_utils=checks)
     _, idx, w, _, *saved = fused._fused(z, P, V, a, b, U, None, None, *options, True)
     arguments = (torch.randn_like(z), None, None, z, P, V, a, b, U, idx, w, *saved, *options[1:4], False)
-    torch.library.opcheck(operators.fused_backward.default, arguments, test_utils=checks)
+    for wants in ([True] * 5, [False, False, False, True, False], [False, True, False, False, True]):
+        torch.library.opcheck(operators.fused_backward.default, (*arguments, wants), test_utils=checks)
     code = torch.randn(9, 2, 3, device=DEVICE)
     torch.library.opcheck(operators.fused_decode.default, (code, U, idx, True), test_utils=checks)
     _, order, numbers = fused._fused_decode(code, U, idx, True)
-    torch.library.opcheck(
-        operators.fused_decode_backward.default, (z, code, U, order, numbers), test_utils=checks
+    for wants in ([True, True], [False, True], [True, False]):
+        arguments = (z, code, U, order, numbers, wants)
+        torch.library.opcheck(operators.fused_decode_backward.default, arguments, test_utils=checks)
+
+
+EVERYTHING = [
+    "decode_backward",
+    "token_backward",
+    "token_products",
+    "add_products",
+    "bank_backward",
+    "sum_parts",
+]
+
+
+@every_dtype
+@pytest.mark.parametrize("gate", ["vector", "scalar"])
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize(
+    ("learns", "launched"),
+    [
+        (["decoder"], ["decode_backward", "bank_backward", "sum_parts"]),
+        (["gate_bias"], ["decode_backward", "bank_backward", "sum_parts"]),
+        (["decoder", "gate_bias"], ["decode_backward", "bank_backward", "sum_parts"]),
+        (["input"], ["decode_backward", "token_backward"]),
+        (["encoder"], EVERYTHING[:4]),
+        (["prototypes"], None),
+        (["input", "prototypes", "encoder"], None),
+        (["input", "decoder"], ["decode_backward", "token_backward", "bank_backward", "sum_parts"]),
+    ],
+    ids=str,
+)
+def test_nothing_is_launched_for_frozen_parts(learns, launched, dense, gate, dtype, monkeypatch):
+    """And the gradients of the others have the same bits as if all learned."""
+    from attractor.ops import kernels
+
+    if launched is None:  # gradients of prototypes are a product with all tokens, or sums over pairs
+        last = EVERYTHING[2:4] if dense else EVERYTHING[4:]
+        encoder = EVERYTHING[2:4] if "encoder" in learns else []
+        launched = [*EVERYTHING[:2], *(encoder or last), *(last if encoder and not dense else [])]
+    monkeypatch.setattr(launch, "DENSE_TYPES", tuple(LIMITS) if dense else ())
+    layer = layer_of(dtype, dim=24, num_patches=7, top_k=2, rank=8, gate=gate, backend="triton")
+    x = tokens_of(layer, 30).requires_grad_()
+    upstream = torch.randn_like(x)
+    leaves = {"input": x, **dict(layer.named_parameters())}
+    full = dict(zip(leaves, torch.autograd.grad(layer(x), list(leaves.values()), upstream), strict=True))
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(name in learns)
+    calls = []
+    for name in EVERYTHING:
+        monkeypatch.setattr(kernels, name, Counted(name, getattr(kernels, name), calls))
+    found = torch.autograd.grad(layer(x), [leaves[name] for name in learns], upstream)
+    assert calls == launched
+    for name, gradient in zip(learns, found, strict=True):
+        assert torch.equal(gradient, full[name]), name
+
+
+class Counted:
+    """A kernel that says when it is launched."""
+
+    def __init__(self, name, kernel, calls):
+        self.name, self.kernel, self.calls = name, kernel, calls
+
+    def __getitem__(self, grid):
+        self.calls.append(self.name)
+        return self.kernel[grid]
+
+
+def test_the_compiler_knows_what_is_frozen():
+    layer = layer_of(dim=16, num_patches=9, top_k=3, backend="triton").requires_grad_(False)
+    layer.decoder.requires_grad_(True)
+    x = tokens_of(layer, FEW_TOKENS + 5)
+    (wanted,) = torch.autograd.grad(layer(x).sum(), layer.decoder)
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    assert torch.equal(torch.autograd.grad(compiled(x).sum(), layer.decoder)[0], wanted)
+
+
+@pytest.mark.parametrize("frozen", ["decoder", "codes"])
+def test_decoding_alone_leaves_out_what_is_frozen(frozen):
+    code, U = torch.randn(20, 2, 3, device=DEVICE), torch.randn(5, 3, 8, device=DEVICE)
+    idx = torch.randint(5, (20, 2), device=DEVICE)
+    both = torch.autograd.grad(
+        fused.decode(code.requires_grad_(), U.requires_grad_(), idx).square().sum(), [code, U]
     )
+    learns = code if frozen == "decoder" else U
+    (U if frozen == "decoder" else code).requires_grad_(False)
+    (alone,) = torch.autograd.grad(fused.decode(code, U, idx).square().sum(), learns)
+    assert torch.equal(alone, both[0 if learns is code else 1])
 
 
 @pytest.mark.parametrize("options", [{}, {"gate": "scalar"}, {"decoder": "shared"}], ids=str)

@@ -39,6 +39,29 @@ def routings(tokens: int, top_k: int, patches: int) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.parametrize("options", [{}, {"gate": "scalar"}, {"radius": 0.3}], ids=str)
+@pytest.mark.parametrize(
+    "learns",
+    [["decoder"], ["gate_bias"], ["gate_slope", "decoder"], ["input"], ["encoder"], ["prototypes", "input"]],
+    ids=str,
+)
+def test_gradients_are_the_same_where_others_are_frozen(learns, options):
+    """To the bit, though less is computed."""
+    layer = build(backend="grouped", **options)
+    torch.manual_seed(1)
+    x = torch.randn(40, layer.dim, requires_grad=True)
+    upstream = torch.randn_like(x)
+    leaves = {"input": x, **dict(layer.named_parameters())}
+    full = dict(zip(leaves, torch.autograd.grad(layer(x), list(leaves.values()), upstream), strict=True))
+    learns = [name for name in learns if name in leaves]
+    for name, leaf in leaves.items():
+        leaf.requires_grad_(name in learns)
+    for name in learns:
+        (gradient,) = torch.autograd.grad(layer(x), leaves[name], upstream)
+        assert torch.equal(gradient, full[name]), name
+        assert gradient.any()
+
+
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(
     st.integers(0, 50), st.integers(1, 4), st.integers(4, 9), st.integers(1, 7), st.integers(1, 9), st.data()

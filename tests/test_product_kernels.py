@@ -25,7 +25,7 @@ KERNELS = {
     "gather_decode",
     "gather_backward",
     "token_gradient",
-    "encoder_backward",
+    "token_products",
     "codebook_parts",
     "codebook_gradient",
     "sum_runs",

@@ -18,7 +18,7 @@ KERNELS = {
     "token_backward",
     "decode_backward",
     "bank_backward",
-    "encoder_backward",
+    "token_products",
 }
 
 Case = tuple[int, int, str, int]
@@ -26,8 +26,9 @@ CASES: list[Case] = [
     *((capability, 256, "bfloat16", 256) for capability in (80, 86, 90)),
     *((capability, 256, "float32", 64) for capability in (86, 90)),
     (90, 128, "float32", 64),
+    *((capability, 128, "bfloat16", patches) for capability in (80, 86, 90) for patches in (64, 256)),
 ]
-"""Those that need the most."""
+"""Those that need the most, and those with sizes of their own."""
 
 
 def needs_of(*cases: Case, how: tuple[str, ...] = ()) -> list[dict[str, Any]]:
@@ -52,6 +53,13 @@ def assert_kernels_fit(cases: list[Case], kernels: set[str], how: tuple[str, ...
 @needs_triton
 def test_every_kernel_fits() -> None:
     assert_kernels_fit([*CASES, (90, 32, "bfloat16", 256)], KERNELS)
+
+
+@needs_triton
+def test_every_kernel_fits_under_autocast() -> None:
+    cases: list[Case] = [(capability, 256, "bfloat16", 256) for capability in (80, 86, 90)]
+    cases += [(86, 32, "bfloat16", 256), (80, 128, "bfloat16", 256), (90, 128, "bfloat16", 256)]
+    assert_kernels_fit(cases, KERNELS, how=("autocast",))
 
 
 @needs_triton

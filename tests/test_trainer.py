@@ -288,6 +288,13 @@ def test_accumulation_and_regularisers(dataset, tmp_path):
     assert not torch.allclose(results["plain"], results["soft"], atol=1e-6)
 
 
+def test_without_its_weight_the_balance_is_not_computed(dataset, tmp_path, monkeypatch):
+    monkeypatch.setattr("attractor.ops.balance_loss", None)
+    config = config_for(dataset)
+    assert config.train.balance_weight == config.train.entropy_weight == 0
+    Trainer(config, dataset, tmp_path)._train_step()
+
+
 def test_scale_warm_up_is_scheduled(dataset, tmp_path):
     trainer = Trainer(config_for(dataset, max_steps=3, scale_warmup_steps=2), dataset, tmp_path)
     seen = []

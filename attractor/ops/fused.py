@@ -62,7 +62,7 @@ def fused(
     shape = Shape(n, d, K, top_k, r, dtype)
     device = z_nd.device
     outputs = _empty_outputs(z_nd, P_Kd, V_dr, top_k, dtype, backward)
-    _, idx_nk, w_nk, confidence_n, s_nk, u_nr, inverse_z_n, inverse_p_K, order, numbers = outputs
+    update_nd, idx_nk, w_nk, confidence_n, s_nk, u_nr, inverse_z_n, inverse_p_K, order, numbers = outputs
     if n == 0:
         return outputs
     if not backward and n <= FEW_TOKENS and K <= FEW_PATCHES and keep_nk is None:
@@ -84,7 +84,7 @@ def fused(
             HAS_RADIUS=radius_K is not None,
             **blocks,
         )
-        update_nd = launch.decode_few(
+        launch.decode_few(
             shape,
             scores_nK,
             u_nr,
@@ -94,10 +94,11 @@ def fused(
             idx_nk,
             w_nk,
             confidence_n,
+            update_nd,
             scale,
             has_radius=radius_K is not None,
         )
-        return update_nd, *outputs[1:]
+        return outputs
     histogram = launch.empty_histogram(shape, device)
     float32 = torch.float32 in (z_nd.dtype, P_Kd.dtype)
     exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
@@ -106,7 +107,7 @@ def fused(
         {"BD": min(32, launch.power(d, 16)), "num_stages": 2} if float32 else {}
     )
     blocks["BK"] = min(blocks["BK"], launch.power(K, 16))
-    launch.lengths(z_nd, P_Kd, inverse_z_n, inverse_p_K)
+    launch.lengths(z_nd, P_Kd, inverse_z_n, inverse_p_K, histogram)
     kernels.route[(-(-n // blocks["BN"]),)](
         z_nd,
         P_Kd,
@@ -138,8 +139,8 @@ def fused(
     plan = Plan(order, numbers) if backward else Plan.empty(shape, device)
     plan.make(shape, idx_nk, histogram)
     known_n = None if radius_K is None else confidence_n
-    update_nd = launch.decode(shape, plan, u_nr, w_nk, a_Kr, b_Kr, U_Krd, idx_nk, known_n, scale)
-    return update_nd, *outputs[1:]
+    launch.decode(shape, plan, u_nr, w_nk, a_Kr, b_Kr, U_Krd, idx_nk, known_n, update_nd, scale)
+    return outputs
 
 
 def _empty_outputs(
@@ -190,75 +191,96 @@ def fused_backward(
     scale: float,
     cosine: bool,
     has_radius: bool,
+    wants: list[bool],
 ) -> list[Tensor]:
-    """Gradients of z, V, U, P, b and, with vector gates, a."""
+    """Gradients of z, P, V, U, b and, with vector gates, a.
+
+    `wants` says of z, P, V, U and the gates whether anybody wants theirs. What nobody wants is empty, and
+    nothing is launched for it.
+    """
     from attractor.ops import kernels
 
     (n, d), (K, r), k = z_nd.shape, (P_Kd.shape[0], V_dr.shape[1]), idx_nk.shape[1]
     shape = Shape(n, d, K, k, r, grad_nd.dtype)
     if n == 0:
-        given = [z_nd, V_dr, U_Krd, P_Kd, b_Kr] + ([] if a_Kr is None else [a_Kr])
-        return [torch.zeros_like(x) for x in given]
-    plan = Plan(order, numbers)
-    grads = launch.decode_backward(shape, plan, grad_nd, u_nr, w_nk, a_Kr, b_Kr, U_Krd, scale)
-    grad_u_nr = torch.empty(n, r, dtype=shape.dtype, device=z_nd.device)
-    grad_s_nk, coefficient_nk, grad_z_nd = map(torch.empty_like, (w_nk, w_nk, z_nd))
-    blocks = shape.blocks("token_backward")
-    kernels.token_backward[(-(-n // blocks["BN"]),)](
-        z_nd,
-        P_Kd,
-        V_dr,
-        idx_nk,
-        w_nk,
-        s_nk,
-        inverse_z_n,
-        inverse_p_K,
-        grads.code,
-        grads.weight,
-        grad_w_nk,
-        grad_confidence_n,
-        grad_u_nr,
-        grad_s_nk,
-        coefficient_nk,
-        grad_z_nd,
-        n,
-        1 / temperature,
-        k=k,
-        k_P=launch.power(k, 2),
-        COSINE=cosine,
-        HAS_W=grad_w_nk is not None,
-        HAS_CONFIDENCE=grad_confidence_n is not None,
-        HAS_RADIUS=has_radius,
-        **shape.sizes(),
-        **shape.dots(),
-        **blocks,
-    )
-    grad_V_dr = torch.empty_like(V_dr)
-    launch.encoder_backward(shape, z_nd, idx_nk, grad_u_nr, grad_V_dr)
-    banks = launch.bank_backward(
-        shape,
-        plan,
-        grad_nd,
-        grads,
-        U_Krd,
-        scale,
-        a_Kr,
-        b_Kr,
-        z_nd,
-        P_Kd,
-        s_nk,
-        grad_s_nk,
-        coefficient_nk,
-        inverse_p_K,
-    )
-    return [grad_z_nd, grad_V_dr, *banks]
+        return [x.zero_() for x in _empty_gradients(z_nd, P_Kd, V_dr, a_Kr, b_Kr, U_Krd, wants)]
+    wants_z, wants_P, wants_V, wants_U, wants_gates = wants
+    past_decoders = wants_z or wants_P or wants_V
+    plan, pairs = Plan(order, numbers), (grad_nd, u_nr, w_nk, a_Kr, b_Kr, U_Krd, scale)
+    grads = launch.decode_backward(shape, plan, *pairs, whole=past_decoders or wants_gates)
+    grad_z_nd = grad_P_Kd = grad_V_dr = grad_U_Krd = grad_b_Kr = grad_a_Kr = None
+    routing: tuple[Tensor, ...] = ()
+    if past_decoders:
+        width = r + (K if shape.dense else 0)
+        sides_nw = torch.empty(n, width, dtype=shape.dtype, device=z_nd.device)
+        grad_s_nk, coefficient_nk, grad_z_nd = map(torch.empty_like, (w_nk, w_nk, z_nd))
+        blocks = shape.blocks("token_backward", z_nd.dtype == shape.dtype)
+        kernels.token_backward[(-(-n // blocks["BN"]),)](
+            z_nd,
+            P_Kd,
+            V_dr,
+            idx_nk,
+            w_nk,
+            s_nk,
+            inverse_z_n,
+            inverse_p_K,
+            grads.code,
+            grads.weight,
+            grad_w_nk,
+            grad_confidence_n,
+            sides_nw,
+            grad_s_nk,
+            coefficient_nk,
+            grad_z_nd,
+            n,
+            1 / temperature,
+            K=K,
+            K_P=launch.power(K, 16),
+            W=width,
+            k=k,
+            k_P=launch.power(k, 2),
+            COSINE=cosine,
+            HAS_W=grad_w_nk is not None,
+            HAS_CONFIDENCE=grad_confidence_n is not None,
+            HAS_RADIUS=has_radius,
+            **shape.sizes(),
+            **shape.dots(),
+            **blocks,
+        )
+        products: tuple[Tensor, ...] = ()
+        if shape.dense:
+            grad_P_Kd = torch.empty_like(P_Kd)
+            products = (P_Kd, inverse_p_K, grad_P_Kd)
+        elif wants_P:
+            routing = (z_nd, P_Kd, s_nk, grad_s_nk, coefficient_nk, inverse_p_K)
+        if wants_V or (wants_P and products):
+            grad_V_dr = torch.empty_like(V_dr)
+            launch.token_products(shape, z_nd, inverse_z_n, sides_nw, grad_V_dr, *products)
+    if wants_U or wants_gates or routing:
+        grad_U_Krd, grad_of_pairs_Kd, grad_b_Kr, grad_a_Kr = launch.bank_backward(
+            shape, plan, grad_nd, grads, U_Krd, scale, a_Kr, b_Kr, *routing, wants_gates=wants_gates
+        )
+        grad_P_Kd = grad_of_pairs_Kd if routing else grad_P_Kd
+    found = (grad_z_nd, grad_P_Kd, grad_V_dr, grad_U_Krd, grad_b_Kr, grad_a_Kr)
+    wanted = zip((*wants, wants_gates), (z_nd, P_Kd, V_dr, U_Krd, b_Kr, a_Kr), found, strict=True)
+    return [
+        grad if wants_it and grad is not None else x.new_empty(0)
+        for wants_it, x, grad in wanted
+        if x is not None
+    ]
 
 
 def _empty_gradients(
-    z_nd: Tensor, P_Kd: Tensor, V_dr: Tensor, a_Kr: Tensor | None, b_Kr: Tensor, U_Krd: Tensor
+    z_nd: Tensor,
+    P_Kd: Tensor,
+    V_dr: Tensor,
+    a_Kr: Tensor | None,
+    b_Kr: Tensor,
+    U_Krd: Tensor,
+    wants: list[bool],
 ) -> list[Tensor]:
-    given = [z_nd, V_dr, U_Krd, P_Kd, b_Kr] + ([] if a_Kr is None else [a_Kr])
-    return [torch.empty_like(x) for x in given]
+    given = zip((z_nd, P_Kd, V_dr, U_Krd, b_Kr, a_Kr), (*wants, wants[-1]), strict=True)
+    return [torch.empty_like(x) if wanted else x.new_empty(0) for x, wanted in given if x is not None]
 
 
 _fused_backward = launch.operator(fused_backward, _empty_gradients)
@@ -298,7 +320,7 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, _: None, grad_w: Tensor | None, grad_c: Tensor | None) -> Any:
         saved = ctx.saved_tensors
-        z, a, U = saved[0], saved[3], saved[5]
+        z, U = saved[0], saved[5]
         top_k, temperature, scale, cosine = ctx.options
         if launch.wants_graph():
             if z.dtype != U.dtype:
@@ -315,7 +337,9 @@ class _Fused(torch.autograd.Function):
         if grad is None:  # only the weights or the confidence were used
             grad = torch.zeros(z.shape, dtype=U.dtype, device=z.device)
         extra = (None if x is None else x.contiguous() for x in (grad_w, grad_c))
-        dz, dV, dU, dP, db, *da = _fused_backward(
+        needs = ctx.needs_input_grad
+        wants = [*needs[:3], needs[5], needs[3] or needs[4]]
+        dz, dP, dV, dU, db, *da = _fused_backward(
             grad.contiguous(),
             *extra,
             *saved[:6],
@@ -324,8 +348,12 @@ class _Fused(torch.autograd.Function):
             scale,
             cosine,
             saved[7] is not None,
+            wants,
         )
-        return dz, dP, dV, da[0] if a is not None else None, db, dU, *[None] * 8
+        dz, dP, dV, dU, db = (
+            x if wanted else None for x, wanted in zip((dz, dP, dV, dU, db), wants, strict=True)
+        )
+        return dz, dP, dV, da[0] if da and wants[-1] else None, db, dU, *[None] * 8
 
 
 def fused_decode(
@@ -340,13 +368,15 @@ def fused_decode(
     if n == 0:
         return update_nd, order, numbers
     if n <= FEW_TOKENS and not backward:
-        update_nd = launch.decode_few(shape, None, code_nkq, None, None, U_Kqd, idx_nk, None, None, 1.0)
+        given = (code_nkq, None, None, U_Kqd, idx_nk, None, None, update_nd)
+        launch.decode_few(shape, None, *given, 1.0)
         return update_nd, order, numbers
     plan = Plan(order, numbers) if backward else Plan.empty(shape, code_nkq.device)
-    histogram = launch.empty_histogram(shape, code_nkq.device)
-    kernels.count[(histogram.shape[0],)](idx_nk, histogram, n * k, K=K)
+    histogram = launch.empty_histogram(shape, code_nkq.device).zero_()
+    kernels.count[(histogram.shape[1],)](idx_nk, histogram, n * k)
     plan.make(shape, idx_nk, histogram)
-    return launch.decode(shape, plan, code_nkq, None, None, None, U_Kqd, idx_nk, None, 1.0), order, numbers
+    launch.decode(shape, plan, code_nkq, None, None, None, U_Kqd, idx_nk, None, update_nd, 1.0)
+    return update_nd, order, numbers
 
 
 def _empty_decoded(code_nkq: Tensor, U_Kqd: Tensor, backward: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -359,20 +389,28 @@ _fused_decode = launch.operator(fused_decode, _empty_decoded)
 
 
 def fused_decode_backward(
-    grad_nd: Tensor, code_nkq: Tensor, U_Kqd: Tensor, order: Tensor, numbers: Tensor
+    grad_nd: Tensor, code_nkq: Tensor, U_Kqd: Tensor, order: Tensor, numbers: Tensor, wants: list[bool]
 ) -> tuple[Tensor, Tensor]:
+    """Gradients of codes and decoders; empty where `wants` says of them that nobody does."""
     (n, k, q), (K, _, d) = code_nkq.shape, U_Kqd.shape
+    grad_code, grad_U = _empty_decode_gradients(code_nkq, U_Kqd, wants)
     if n == 0:
-        return torch.zeros_like(code_nkq), torch.zeros_like(U_Kqd)
+        return grad_code.zero_(), grad_U.zero_()
     shape = Shape(n, d, K, k, q, code_nkq.dtype)
     plan = Plan(order, numbers)
-    grads = launch.decode_backward(shape, plan, grad_nd, code_nkq, None, None, None, U_Kqd, 1.0)
-    (grad_U,) = launch.bank_backward(shape, plan, grad_nd, grads, U_Kqd, 1.0)
-    return grads.code.view(n, k, q), grad_U
+    pairs = (grad_nd, code_nkq, None, None, None, U_Kqd, 1.0)
+    grads = launch.decode_backward(shape, plan, *pairs, whole=wants[0])
+    if wants[1]:
+        grad_U, *_ = launch.bank_backward(shape, plan, grad_nd, grads, U_Kqd, 1.0)
+    return grads.code.view(n, k, q) if wants[0] else grad_code, grad_U
 
 
-def _empty_decode_gradients(code_nkq: Tensor, U_Kqd: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(code_nkq), torch.empty_like(U_Kqd)
+def _empty_decode_gradients(code_nkq: Tensor, U_Kqd: Tensor, wants: list[bool]) -> tuple[Tensor, Tensor]:
+    code, decoders = (
+        torch.empty_like(x) if wanted else x.new_empty(0)
+        for x, wanted in zip((code_nkq, U_Kqd), wants, strict=True)
+    )
+    return code, decoders
 
 
 _fused_decode_backward = launch.operator(fused_decode_backward, _empty_decode_gradients)
@@ -387,12 +425,13 @@ class _FusedDecode(torch.autograd.Function):
         return update_nd
 
     @staticmethod
-    def backward(ctx: Any, grad_nd: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad_nd: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         code_nkq, U_Kqd, idx_nk, order, numbers = ctx.saved_tensors
         if launch.wants_graph():
             return *reference.decode_backward(grad_nd, code_nkq, U_Kqd, idx_nk.long()), None, None
-        grads = _fused_decode_backward(grad_nd.contiguous(), code_nkq, U_Kqd, order, numbers)
-        return *grads, None, None
+        wants = list(ctx.needs_input_grad[:2])
+        dcode, dU = _fused_decode_backward(grad_nd.contiguous(), code_nkq, U_Kqd, order, numbers, wants)
+        return dcode if wants[0] else None, dU if wants[1] else None, None, None
 
 
 def decode(code_nkq: Tensor, U_Kqd: Tensor, idx_nk: Tensor) -> Tensor:

@@ -125,12 +125,19 @@ def sum_decode(code_nkq: Tensor, U_Kqd: Tensor, idx_nk: Tensor) -> Tensor:
 
 
 def decode_backward(
-    grad_nd: Tensor, code_nkq: Tensor, U_Kqd: Tensor, order_p: Tensor, count_K: Tensor
+    grad_nd: Tensor,
+    code_nkq: Tensor,
+    U_Kqd: Tensor,
+    order_p: Tensor,
+    count_K: Tensor,
+    wants_code: bool = True,
+    wants_U: bool = True,
 ) -> tuple[Tensor, Tensor]:
+    """Gradients of codes and decoders; something else in the place of what nobody wants."""
     n, k, q = code_nkq.shape
     counts = count_K.tolist()
     code_pq = code_nkq.flatten(0, 1).index_select(0, order_p)
-    grad_code_pq, grad_U_Kqd = torch.empty_like(code_pq), torch.zeros_like(U_Kqd)
+    grad_code_pq, grad_U_Kqd = torch.empty_like(code_pq), torch.zeros_like(U_Kqd) if wants_U else U_Kqd
     tokens_p = order_p // k
     per_patch = (tokens_p.split(counts), code_pq.T.split(counts, 1), grad_code_pq.split(counts))
     groups = [group for group in zip(*per_patch, U_Kqd.mT, grad_U_Kqd, strict=True) if len(group[0])]
@@ -138,12 +145,16 @@ def decode_backward(
     def multiply(groups: Iterable[tuple[Tensor, ...]]) -> None:
         for tokens, code_T, grad_code, U_T, grad_U in groups:
             grad = grad_nd.index_select(0, tokens)
-            torch.mm(grad, U_T, out=grad_code)
-            torch.mm(code_T, grad, out=grad_U)
+            if wants_code:
+                torch.mm(grad, U_T, out=grad_code)
+            if wants_U:
+                torch.mm(code_T, grad, out=grad_U)
 
     # Smaller products than this are mostly Python, which threads do not share. The bits do not depend on it.
     pieces = 2 * torch.get_num_threads() if len(order_p) >= 16 * len(groups) else 1
     share_out(multiply, [groups[start::pieces] for start in range(pieces)])
+    if not wants_code:
+        return code_nkq, grad_U_Kqd
     return grad_code_pq.index_select(0, inverse(order_p)).view(n, k, q), grad_U_Kqd
 
 
@@ -247,20 +258,24 @@ class _Patches(torch.autograd.Function):
         inputs, saved = tensors[:8], _Saved(*tensors[8:])
         if torch.is_grad_enabled():  # create_graph=True: differentiate us
             return None, *reference.differentiable_backward(inputs, grads, **ctx.options)
-        return None, *backward(inputs, saved, grads, **ctx.options)
+        return None, *backward(inputs, saved, grads, ctx.needs_input_grad[1:], **ctx.options)
 
 
 def backward(
     inputs: Sequence[Any],
     saved: _Saved,
     grads: Sequence[Tensor | None],
+    wants: Sequence[bool],
     *,
     top_k: int,
     temperature: float,
     scale: float,
     routing: str,
 ) -> tuple[Tensor | None, ...]:
+    """Of those inputs that are wanted; what nobody wants is not computed."""
     z_nd, P_Kd, V_dr, a_Kr, _, U_Krd, _, _ = inputs
+    wants_z, wants_P, wants_V, wants_a, wants_b, wants_U = wants[:6]
+    wants_gates, past_decoders = wants_a or wants_b, wants_z or wants_P or wants_V
     finite_n1, nobody_n1, row_n1, column_K, s_nk, idx_nk, w_nk, u_nr, gate_nkr = saved
     grad_nd, _, grad_w_nk, grad_confidence_n = grads
     grad_nd = torch.zeros_like(z_nd) if grad_nd is None else grad_nd.contiguous()
@@ -275,18 +290,27 @@ def backward(
     # (6), (5)
     u_nkr, scaled_w_nkr = u_nr.unsqueeze(1), (scale * w_nk).unsqueeze(-1)
     phi_nkr = gate_nkr * u_nkr
-    grad_nkr, grad_U_Krd = decode_backward(grad_nd, phi_nkr * scaled_w_nkr, U_Krd, order_p, count_K)
+    pairs = (grad_nd, phi_nkr * scaled_w_nkr, U_Krd, order_p, count_K)
+    grad_nkr, bank_Krd = decode_backward(*pairs, wants_gates or past_decoders, wants_U)
+    grad_z_nd = grad_P_Kd = grad_V_dr = grad_a_Kr = grad_b_Kr = None
+    grad_U_Krd = bank_Krd if wants_U else None
+    if not (wants_gates or past_decoders):
+        return grad_z_nd, grad_P_Kd, grad_V_dr, grad_a_Kr, grad_b_Kr, grad_U_Krd, None, None
     grad_scaled_w_nk = phi_nkr.mul_(grad_nkr).sum(-1)
     grad_phi_nkr = grad_nkr.mul_(scaled_w_nkr)
     grad_gate_nkr = grad_phi_nkr * u_nkr
     if a_Kr is None:
         grad_gate_nkr = grad_gate_nkr.sum(-1, keepdim=True)
     grad_logit_nkr = grad_gate_nkr.mul_(gate_nkr * (1 - gate_nkr))
-    grad_b_Kr, grad_a_Kr = sum_by_patch(grad_logit_nkr), None
+    if wants_b:
+        grad_b_Kr = sum_by_patch(grad_logit_nkr)
     grad_u_nkr = grad_phi_nkr.mul_(gate_nkr)
     if a_Kr is not None:
         grad_u_nkr.addcmul_(grad_logit_nkr, torch.embedding(a_Kr, idx_nk))
-        grad_a_Kr = sum_by_patch(grad_logit_nkr.mul_(u_nkr))
+        if wants_a:
+            grad_a_Kr = sum_by_patch(grad_logit_nkr.mul_(u_nkr))
+    if not past_decoders:
+        return grad_z_nd, grad_P_Kd, grad_V_dr, grad_a_Kr, grad_b_Kr, grad_U_Krd, None, None
     grad_u_nr = grad_u_nkr.sum(1)
 
     grad_w_nk = scale * grad_scaled_w_nk + (0 if grad_w_nk is None else grad_w_nk)  # (3)
@@ -298,19 +322,22 @@ def backward(
         grad_s_nk.masked_fill_(~finite_n1, 0)
 
     unit_P_Kd = P_Kd * column_K.unsqueeze(1)  # (1)
-    grad_z_nd = F.embedding_bag(idx_nk, unit_P_Kd, mode="sum", per_sample_weights=grad_s_nk)
-    if routing == "cosine":
-        along_z_n1 = (grad_s_nk * s_nk).sum(-1, keepdim=True) * temperature**2 * row_n1
-        grad_z_nd.addcmul_(z_nd, along_z_n1, value=-1)
-    grad_z_nd *= row_n1  # last: for tiny tokens, its square would overflow
-    grad_dot_p = (grad_s_nk * row_n1).flatten().index_select(0, order_p)
-    tokens_p = order_p // top_k
-    grad_P_Kd = F.embedding_bag(tokens_p, z_nd, start_K, mode="sum", per_sample_weights=grad_dot_p)
-    grad_P_Kd -= (grad_P_Kd * unit_P_Kd).sum(-1, keepdim=True) * unit_P_Kd
-    grad_P_Kd *= column_K.unsqueeze(1)
-
-    grad_z_nd.addmm_(grad_u_nr, V_dr.T)  # (4)
-    return grad_z_nd, grad_P_Kd, z_nd.T @ grad_u_nr, grad_a_Kr, grad_b_Kr, grad_U_Krd, None, None
+    if wants_z:
+        grad_z_nd = F.embedding_bag(idx_nk, unit_P_Kd, mode="sum", per_sample_weights=grad_s_nk)
+        if routing == "cosine":
+            along_z_n1 = (grad_s_nk * s_nk).sum(-1, keepdim=True) * temperature**2 * row_n1
+            grad_z_nd.addcmul_(z_nd, along_z_n1, value=-1)
+        grad_z_nd *= row_n1  # last: for tiny tokens, its square would overflow
+        grad_z_nd.addmm_(grad_u_nr, V_dr.T)  # (4)
+    if wants_P:
+        grad_dot_p = (grad_s_nk * row_n1).flatten().index_select(0, order_p)
+        tokens_p = order_p // top_k
+        grad_P_Kd = F.embedding_bag(tokens_p, z_nd, start_K, mode="sum", per_sample_weights=grad_dot_p)
+        grad_P_Kd -= (grad_P_Kd * unit_P_Kd).sum(-1, keepdim=True) * unit_P_Kd
+        grad_P_Kd *= column_K.unsqueeze(1)
+    if wants_V:
+        grad_V_dr = z_nd.T @ grad_u_nr
+    return grad_z_nd, grad_P_Kd, grad_V_dr, grad_a_Kr, grad_b_Kr, grad_U_Krd, None, None
 
 
 @torch.library.custom_op("attractor::grouped_decode", mutates_args=())

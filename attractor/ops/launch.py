@@ -8,14 +8,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-SEGMENT = 512
-"""Pairs of one patch that one program adds up for the patch's gradients."""
+SEGMENT, LONG_SEGMENT = 512, 2048
+"""Pairs of one patch that one program adds up for the patch's gradients: more where patches are `busy`."""
 SPAN = 64
 """Pairs of one patch that one program adds up where patches are so many that most have one or none."""
 CHUNK = 64
 """Pairs that one program of the counting sort places."""
 LITTLE = 160_000
 """Bytes of shared memory that a block has on A100, H100 and later, and on smaller GPUs not."""
+DENSE_PATCHES, DENSE_TYPES = 256, (torch.bfloat16,)
+"""Up to so many patches, a product with all prototypes takes less time than gathering the selected ones."""
+TRIED: dict[str, dict[str, int]] = {}
+"""Sizes of kernels, by name, instead of those that are chosen: for benchmarks/tune.py."""
 
 
 @lru_cache
@@ -95,15 +99,32 @@ def needs_backward(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def lengths(z_nd: Tensor, P_Km: Tensor, inverse_z_n: Tensor, inverse_p_K: Tensor) -> None:
-    """One over the lengths of tokens and prototypes: what `route` and `route_pairs` read."""
+def lengths(
+    z_nd: Tensor, P_Km: Tensor, inverse_z_n: Tensor, inverse_p_K: Tensor, histogram: Tensor | None = None
+) -> None:
+    """One over the lengths of tokens and prototypes: what routing reads. Clears `histogram`."""
     from attractor.ops import kernels
 
     (n, d), (K, m) = z_nd.shape, P_Km.shape
     D_P, M_P = power(d, 16), power(m, 16)
-    BN = max(1, 4096 // D_P)
-    kernels.lengths[(-(-n // BN) + -(-K // BN),)](
-        z_nd, P_Km, inverse_z_n, inverse_p_K, n, D=d, K=K, M=m, D_P=D_P, M_P=M_P, BN=BN
+    BN, BC = max(1, 4096 // D_P), 8192
+    counters = 0 if histogram is None else histogram.numel()
+    kernels.lengths[(-(-n // BN) + -(-K // BN) + -(-counters // BC),)](
+        z_nd,
+        P_Km,
+        inverse_z_n,
+        inverse_p_K,
+        histogram,
+        n,
+        counters,
+        D=d,
+        K=K,
+        M=m,
+        D_P=D_P,
+        M_P=M_P,
+        BN=BN,
+        BC=BC,
+        COUNT=histogram is not None,
     )
 
 
@@ -124,17 +145,34 @@ class Shape(NamedTuple):
         return 16 if pairs <= 16 else 32 if pairs <= 32 else 64  # so that torch.compile needs few guards
 
     @property
+    def busy(self) -> bool:
+        """Whether patches have many pairs each, and there are so many in all that long segments suffice."""
+        pairs = self.n * self.k
+        return self.dense and pairs >= 128 * LONG_SEGMENT and pairs >= LONG_SEGMENT // 2 * self.K
+
+    @property
+    def segment(self) -> int:
+        if "plan" in TRIED:
+            return TRIED["plan"]["SEGMENT"]
+        return LONG_SEGMENT if self.busy else SEGMENT
+
+    @property
+    def dense(self) -> bool:
+        """Whether gradients reach tokens and prototypes through a product with all prototypes."""
+        return self.K <= DENSE_PATCHES and self.dtype in DENSE_TYPES
+
+    @property
     def most_tiles(self) -> int:
         return -(-self.n * self.k // self.tile) + min(self.K, self.n * self.k)
 
     @property
     def most_segments(self) -> int:
-        return -(-self.n * self.k // SEGMENT) + min(self.K, self.n * self.k)
+        return -(-self.n * self.k // self.segment) + min(self.K, self.n * self.k)
 
     @property
     def most_parts(self) -> int:
         """Segments of patches with more than one: at most twice as many as full ones."""
-        return 2 * (self.n * self.k // SEGMENT) + 1
+        return 2 * (self.n * self.k // self.segment) + 1
 
     def sizes(self) -> dict[str, int]:
         return {"D": self.d, "R": self.r, "R_P": power(self.r, 16)}
@@ -143,14 +181,20 @@ class Shape(NamedTuple):
         exact = torch.get_float32_matmul_precision() == "highest"
         return {"DTYPE": triton_type(self.dtype), "PRECISION": "ieee" if exact else "tf32"}
 
-    def blocks(self, kernel: str) -> dict[str, int]:
-        """Block sizes, warps and pipeline stages of a kernel, tuned on an H200 (docs/performance.md)."""
-        return self._blocks(kernel, little_shared_memory())
+    def blocks(self, kernel: str, usual: bool = True) -> dict[str, int]:
+        """Block sizes, warps and pipeline stages of a kernel, tuned on an H200 (docs/performance.md).
+
+        It is not `usual` if the kernel is given something else than where it was tuned, such as float32
+        tokens under autocast.
+        """
+        chosen = self._blocks(kernel, usual, little_shared_memory())
+        return chosen | TRIED[kernel] if kernel in TRIED else chosen
 
     @lru_cache(4096)  # noqa: B019  a shape is a few numbers
-    def _blocks(self, kernel: str, little: bool) -> dict[str, int]:
+    def _blocks(self, kernel: str, usual: bool, little: bool) -> dict[str, int]:
         small = self.r <= 64
         programs = 132  # about one wave of a large GPU
+        narrow = little + (not usual) if self.dense else 0  # a tile then has all prototypes
         chosen = {
             "route": {
                 "BN": 128 if self.n >= 96 * programs else 64 if self.n >= 24 * programs else 16,
@@ -161,12 +205,13 @@ class Shape(NamedTuple):
             },
             "decode": {"BD": 64, "num_warps": 4 if small else 8, "num_stages": 3},
             "combine": {"BN": 8, "BD": 128, "num_warps": 4},
+            "place": {"num_warps": 1},
             "few_scores": {"BK": max(2, min(32, 16384 // power(self.d))), "num_warps": 4},
             "few_tokens": {"BD": 64, "num_warps": 4},
             "decode_backward": {"BD": 64, "num_warps": 4 if small else 8, "num_stages": 4 if small else 3},
-            "token_backward": {"BN": 16, "BD": 128, "num_warps": 4, "num_stages": 2},
+            "token_backward": {"BN": 16, "BD": 128 >> narrow, "num_warps": 4, "num_stages": 2},
             "bank_backward": {"BM": 64, "BD": 128, "num_warps": 4, "num_stages": 3},
-            "encoder_backward": {"BN": 128, "BD": 64, "num_warps": 4, "num_stages": 3},
+            "token_products": {"BN": 64, "BD": 128, "num_warps": 4, "num_stages": 3},
             "sum_parts": {"BD": 128, "BT": 16, "num_warps": 4},
         }[kernel]
         # tiles are as wide as the code: of a wide one, smaller and fewer fit into shared memory
@@ -175,7 +220,22 @@ class Shape(NamedTuple):
         if "num_stages" in chosen and (little or crowded > 1):
             smaller = {name: max(16, chosen[name] // crowded) for name in ("BD", "BN") if name in chosen}
             chosen = chosen | smaller | {"num_stages": 2}
+        if usual and not little:
+            chosen = chosen | self._measured_blocks(kernel)
         return chosen | {"BD": min(chosen["BD"], power(self.d, 16))} if "BD" in chosen else chosen
+
+    def _measured_blocks(self, kernel: str) -> dict[str, int]:
+        """What was best in results/tune-h200.json, for shapes like those; the others keep what they had."""
+        if not (self.dense and self.r <= 128 and self.d > 256 and self.n >= 4096):
+            return {}
+        width = self.r + self.K  # of token_products: how much would blocks of 128 compute in vain?
+        return {
+            "combine": {"BN": 2, "BD": 512},
+            "decode_backward": {"maxnreg": 128} if self.busy and self.r > 64 else {},
+            "token_backward": {"BN": 64, "BD": 32} if self.n >= 16384 and self.K > 128 else {},
+            "bank_backward": {"BM": 32, "num_stages": 5},
+            "token_products": {"BW": 64 if 4 * 128 * -(-width // 128) > 5 * width else 128, "num_stages": 5},
+        }.get(kernel, {})
 
 
 class Plan(NamedTuple):
@@ -194,14 +254,25 @@ class Plan(NamedTuple):
         from attractor.ops import kernels
 
         K, pairs = shape.K, shape.n * shape.k
-        chunks, block = histogram.shape[0], min(8, power(K))
-        kernels.scan_chunks[(-(-K // block),)](histogram, self.numbers, chunks, K=K, BC=256, BK=block)
-        kernels.make_plan[(1,)](self.numbers, shape.most_segments, K=K, BK=min(1024, power(K)), BM=shape.tile)
-        kernels.place[(chunks,)](idx_nk, histogram, self.numbers, self.order, pairs, K=K)
+        chunks = histogram.shape[1]
+        block = min(4096, power(chunks, 16))
+        rows = min(4096 // block, power(K))
+        kernels.scan_chunks[(-(-K // rows),)](histogram, self.numbers, chunks, K=K, BC=block, BK=rows)
+        kernels.make_plan[(1,)](
+            self.numbers,
+            shape.most_segments,
+            K=K,
+            SEGMENT=shape.segment,
+            BK=min(1024, power(K)),
+            BM=shape.tile,
+        )
+        kernels.place[(chunks,)](
+            idx_nk, histogram, self.numbers, self.order, pairs, K=K, **shape.blocks("place")
+        )
 
 
 def empty_histogram(shape: Shape, device: torch.device) -> Tensor:
-    return torch.zeros(-(-shape.n * shape.k // CHUNK), shape.K, dtype=torch.int32, device=device)
+    return torch.empty(shape.K, -(-shape.n * shape.k // CHUNK), dtype=torch.int32, device=device)
 
 
 def gate_kind(a_Kr: Tensor | None, b_Kr: Tensor | None) -> int:
@@ -218,8 +289,9 @@ def decode(
     U_Krd: Tensor,
     idx_nk: Tensor,
     confidence_n: Tensor | None,
+    update_nd: Tensor,
     scale: float,
-) -> Tensor:
+) -> None:
     """Eqs. (5) and (6) from a plan: every tile of pairs, then the sum over the slots.
 
     `confidence_n` is given with radii, where an index of -1 does not say that a token was not finite.
@@ -245,7 +317,6 @@ def decode(
         **shape.dots(),
         **shape.blocks("decode"),
     )
-    update_nd = torch.empty(n, d, dtype=shape.dtype, device=u.device)
     blocks = shape.blocks("combine")
     kernels.combine[(-(-n // blocks["BN"]), -(-d // blocks["BD"]))](
         y_pd,
@@ -259,7 +330,6 @@ def decode(
         HAS_RADIUS=confidence_n is not None,
         **blocks,
     )
-    return update_nd
 
 
 def decode_few(
@@ -272,12 +342,12 @@ def decode_few(
     idx_nk: Tensor,
     w_nk: Tensor | None,
     confidence_n: Tensor | None,
+    update_nd: Tensor,
     scale: float,
     has_radius: bool = False,
-) -> Tensor:
+) -> None:
     from attractor.ops import kernels
 
-    update_nd = torch.empty(shape.n, shape.d, dtype=shape.dtype, device=u.device)
     blocks = shape.blocks("few_tokens")
     kernels.few_tokens[(shape.n, -(-shape.d // blocks["BD"]))](
         scores,
@@ -299,7 +369,6 @@ def decode_few(
         **shape.sizes(),
         **blocks,
     )
-    return update_nd
 
 
 class PairGradients(NamedTuple):
@@ -320,7 +389,9 @@ def decode_backward(
     b: Tensor | None,
     U_Krd: Tensor,
     scale: float,
+    whole: bool = True,
 ) -> PairGradients:
+    """With `whole=False` only `codes`, which the gradients of decoders need."""
     from attractor.ops import kernels
 
     kind, pairs, tiles = gate_kind(a, b), shape.n * shape.k, shape.most_tiles
@@ -335,6 +406,8 @@ def decode_backward(
         new(tiles, shape.r if kind == 2 else 1) if kind else None,
         new(pairs, shape.r, dtype=shape.dtype) if kind else u,
     )
+    if not whole and not kind:
+        return grads
     kernels.decode_backward[(tiles,)](
         grad_nd,
         u,
@@ -351,9 +424,10 @@ def decode_backward(
         k=shape.k,
         BM=shape.tile,
         GATE=kind,
+        WHOLE=whole,
         **shape.sizes(),
         **shape.dots(),
-        **shape.blocks("decode_backward"),
+        **shape.blocks("decode_backward", kind > 0),
     )
     return grads
 
@@ -367,22 +441,25 @@ def bank_backward(
     scale: float,
     a: Tensor | None = None,
     b: Tensor | None = None,
-    z: Tensor | None = None,
-    P: Tensor | None = None,
-    s: Tensor | None = None,
-    grad_s: Tensor | None = None,
-    coefficient: Tensor | None = None,
-    inverse_p: Tensor | None = None,
-) -> list[Tensor]:
-    """Gradients with one row per patch: decoders and, unless codes were given, prototypes, biases, slopes."""
+    *prototypes: Tensor,
+    wants_gates: bool = True,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients with one row per patch: decoders and, if they are given, prototypes, biases, slopes.
+
+    `prototypes` are none, or tokens, prototypes, scores, their gradients and coefficients, inverse lengths.
+    """
+    z, P, s, grad_s, coefficient, inverse_p = prototypes or [None] * 6
     from attractor.ops import kernels
 
-    kind, blocks, last = gate_kind(a, b), shape.blocks("bank_backward"), shape.blocks("sum_parts")
+    kind, last = gate_kind(a, b), shape.blocks("sum_parts")
+    blocks = shape.blocks("bank_backward", kind > 0)
+    of_patch = {"K": shape.K, "SEGMENT": shape.segment, "HAS_P": P is not None}
+    gates = (b, a) if wants_gates else (None, None)
     grad_U = torch.empty_like(U_Krd)
-    grad_P, grad_b, grad_a = (None if x is None else torch.empty_like(x) for x in (P, b, a))
+    grad_P, grad_b, grad_a = (None if x is None else torch.empty_like(x) for x in (P, *gates))
     part_U = torch.empty(shape.most_parts, shape.r * shape.d, device=U_Krd.device)
-    part_P = torch.empty(shape.most_parts, shape.d, device=U_Krd.device) if kind else None
-    part_radial = torch.empty(shape.most_parts, device=U_Krd.device) if kind else None
+    part_P = None if P is None else torch.empty(shape.most_parts, shape.d, device=U_Krd.device)
+    part_radial = None if P is None else torch.empty(shape.most_parts, device=U_Krd.device)
     kernels.bank_backward[(shape.most_segments, -(-shape.d // blocks["BD"]))](
         grad_nd,
         z,
@@ -399,9 +476,9 @@ def bank_backward(
         part_P,
         part_radial,
         scale,
-        K=shape.K,
         k=shape.k,
         GATE=kind,
+        **of_patch,
         **shape.sizes(),
         **shape.dots(),
         **blocks,
@@ -419,24 +496,48 @@ def bank_backward(
         grad_P,
         grad_a,
         grad_b,
-        K=shape.K,
         BM=shape.tile,
-        GATE=kind,
+        GATE=kind if wants_gates else 0,
+        **of_patch,
         **shape.sizes(),
         **last,
     )
-    return [grad for grad in (grad_U, grad_P, grad_b, grad_a) if grad is not None]
+    return grad_U, grad_P, grad_b, grad_a
 
 
-def encoder_backward(
-    shape: Shape, z_nd: Tensor, idx_nk: Tensor, grad_u_nr: Tensor, grad_V_dr: Tensor
+def token_products(
+    shape: Shape,
+    z_nd: Tensor,
+    inverse_z_n: Tensor,
+    sides_nw: Tensor,
+    grad_V_dr: Tensor,
+    P: Tensor | None = None,
+    inverse_p: Tensor | None = None,
+    grad_P: Tensor | None = None,
 ) -> None:
+    """Gradients that are sums over all tokens: of the encoder and, where `sides_nw` has them, prototypes."""
     from attractor.ops import kernels
 
-    n, d, r, blocks = shape.n, shape.d, shape.r, shape.blocks("encoder_backward")
-    channels = -(-d // blocks["BD"])
-    parts = torch.empty(max(1, min(-(-n // blocks["BN"]), 256 // channels)), d, r, device=z_nd.device)
-    kernels.encoder_backward[(parts.shape[0], channels)](
-        z_nd, idx_nk, grad_u_nr, parts, n, k=shape.k, **shape.sizes(), **shape.dots(), **blocks
+    (n, d), W = z_nd.shape, sides_nw.shape[1]
+    usual = grad_P is not None and z_nd.dtype == shape.dtype
+    blocks = {"BW": min(128, power(W, 16))} | shape.blocks("token_products", usual)
+    grid = -(-W // blocks["BW"]), -(-d // blocks["BD"])
+    num_parts = max(1, min(-(-n // blocks["BN"]), 264 // (grid[0] * grid[1])))
+    parts = torch.empty(num_parts, W, d, device=z_nd.device)
+    kernels.token_products[(*grid, num_parts)](
+        z_nd, sides_nw, inverse_z_n, parts, n, D=d, W=W, **shape.dots(), **blocks
     )
-    kernels.add_up[(-(-d * r // 256),)](parts, grad_V_dr, parts.shape[0], SIZE=d * r, BLOCK=256)
+    D_P = power(d, 16)
+    kernels.add_products[(W,)](
+        P,
+        inverse_p,
+        parts,
+        grad_V_dr,
+        grad_P,
+        num_parts,
+        D=d,
+        D_P=D_P,
+        R=shape.r,
+        W=W,
+        BP=max(1, 4096 // D_P),
+    )

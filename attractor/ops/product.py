@@ -253,7 +253,7 @@ def product_backward(
         **shape.dots(),
         **blocks,
     )
-    launch.encoder_backward(shape, z_nd, idx_nk, grad_u_nr, grad_V_dr)
+    launch.token_products(shape, z_nd, inverse_z_n, grad_u_nr, grad_V_dr)
     if wants_codebooks:
         _codebook_gradient(shape, z_nd, C_2Nm, idx_nk, coefficient_nk, inverse_c_2N, grad_C_2Nm)
     return outputs

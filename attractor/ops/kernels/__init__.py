@@ -9,12 +9,12 @@ padded to a power of two. GATE: 0 codes are given, 1 scalar gate, 2 vector gate.
 """
 
 from attractor.ops.kernels.backward import (
-    add_up,
+    add_products,
     bank_backward,
     decode_backward,
-    encoder_backward,
     sum_parts,
     token_backward,
+    token_products,
 )
 from attractor.ops.kernels.forward import (
     combine,
@@ -42,7 +42,7 @@ from attractor.ops.kernels.product import (
 )
 
 __all__ = [
-    "add_up",
+    "add_products",
     "bank_backward",
     "codebook_gradient",
     "codebook_parts",
@@ -50,7 +50,6 @@ __all__ = [
     "count",
     "decode",
     "decode_backward",
-    "encoder_backward",
     "few_halves",
     "few_pairs",
     "few_scores",
@@ -68,4 +67,5 @@ __all__ = [
     "sum_spans",
     "token_backward",
     "token_gradient",
+    "token_products",
 ]

@@ -7,7 +7,6 @@ from attractor.ops.kernels.forward import (
     COUNTS,
     PAIRS,
     PARTS,
-    SEGMENT,
     SEGMENTS,
     TILES,
     TOTALS,
@@ -44,46 +43,57 @@ def decode_backward(
     BM: tl.constexpr,
     BD: tl.constexpr,
     GATE: tl.constexpr,
+    WHOLE: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """For one tile: gradients of the pairs' codes, weights and of the tile's part of the gates."""
+    """For one tile: gradients of the pairs' codes, weights and of the tile's part of the gates.
+
+    Not WHOLE, it stores the codes that were decoded, and that is all: decoders alone learn.
+    """
     if tl.program_id(0) < tl.load(plan + COUNTS * K):
         patch, places, pair, is_pair = tile_of(plan, order, most_segments, K, BM)
         code = tl.arange(0, R_P)
         here = is_pair[:, None] & (code < R)[None, :]
         acc = tl.zeros((BM, R_P), tl.float32)
-        for start in range(0, D, BD):
-            cols = start + tl.arange(0, BD)
-            g_tile = tl.load(
-                grad + (pair // k)[:, None] * D + cols, mask=is_pair[:, None] & (cols < D)[None, :], other=0.0
-            )
-            U_tile = tl.load(  # transposed by its pointers
-                U + patch * (R * D) + code[None, :] * D + cols[:, None],
-                mask=(code < R)[None, :] & (cols < D)[:, None],
-                other=0.0,
-            )
-            acc = dot(g_tile.to(DTYPE), U_tile.to(DTYPE), acc, PRECISION)
+        if WHOLE:
+            for start in range(0, D, BD):
+                cols = start + tl.arange(0, BD)
+                U_tile = tl.load(  # transposed by its pointers
+                    U + patch * (R * D) + code[None, :] * D + cols[:, None],
+                    mask=(code < R)[None, :] & (cols < D)[:, None],
+                    other=0.0,
+                )
+                inside = is_pair[:, None] & (cols < D)[None, :]
+                g_tile = tl.load(grad + (pair // k)[:, None] * D + cols, mask=inside, other=0.0)
+                acc = dot(g_tile.to(DTYPE), U_tile.to(DTYPE), acc, PRECISION)
         acc *= scale
         if GATE > 0:
             u_tile = tl.load(u + (pair // k)[:, None] * R + code, mask=here, other=0.0)
+            # what meets `acc` here lies as `acc` does: no tile moves between threads in what follows
+            u_tile = tl.where(acc == acc, u_tile, acc)
             weight = tl.load(w + pair, mask=is_pair, other=0.0)
             open_ = gate(u_tile, a, b, patch, code[None, :], R, GATE)
             phi = u_tile * open_
-            tl.store(grad_w + pair, tl.sum(acc * phi, 1), mask=is_pair)
+            if WHOLE:
+                tl.store(grad_w + pair, tl.sum(acc * phi, 1), mask=is_pair)
             wphi = (weight[:, None] * phi).to(codes.dtype.element_ty)  # for bank_backward, in its order
             tl.store(codes + places[:, None].to(tl.int64) * R + code, wphi, mask=here)
-            acc *= weight[:, None]  # d phi
-            inner = acc * phi * (1 - open_)  # d (a u + b)
-            acc *= open_
-            if GATE == 2:
-                acc += inner * tl.load(a + patch * R + code, mask=code < R, other=0.0).to(tl.float32)[None, :]
-                part = tl.program_id(0).to(tl.int64) * R + code
-                tl.store(grad_a + part, tl.sum(inner * u_tile, 0), mask=code < R)
-                tl.store(grad_b + part, tl.sum(inner, 0), mask=code < R)
-            else:
-                tl.store(grad_b + tl.program_id(0), tl.sum(tl.sum(inner, 1), 0))
-        tl.store(grad_u + pair[:, None] * R + code, acc.to(grad_u.dtype.element_ty), mask=here)
+            if WHOLE:
+                acc *= weight[:, None]  # d phi
+                inner = acc * phi * (1 - open_)  # d (a u + b)
+                acc *= open_
+                db = tl.sum(inner, 0)
+                if GATE == 2:
+                    slope = tl.load(a + patch * R + code, mask=code < R, other=0.0).to(tl.float32)
+                    acc += inner * slope[None, :]
+                    part = tl.program_id(0).to(tl.int64) * R + code
+                    tl.store(grad_a + part, tl.sum(inner * u_tile, 0), mask=code < R)
+                    tl.store(grad_b + part, db, mask=code < R)
+                else:
+                    tl.store(grad_b + tl.program_id(0), tl.sum(db, 0))
+        if WHOLE:
+            tl.store(grad_u + pair[:, None] * R + code, acc.to(grad_u.dtype.element_ty), mask=here)
 
 
 @quick
@@ -101,15 +111,18 @@ def token_backward(
     grad_w,
     extra_w,
     extra_confidence,
-    grad_u,
+    sides,
     grad_s,
     coefficient,
     grad_z,
     n,
     inverse_tau,
     D: tl.constexpr,
+    K: tl.constexpr,
+    K_P: tl.constexpr,
     R: tl.constexpr,
     R_P: tl.constexpr,
+    W: tl.constexpr,
     k: tl.constexpr,
     k_P: tl.constexpr,
     BN: tl.constexpr,
@@ -121,7 +134,11 @@ def token_backward(
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """For BN tokens: through the softmax to the scores, and from codes and scores to the tokens."""
+    """For BN tokens: through the softmax to the scores, and from codes and scores to the tokens.
+
+    `sides` is what `token_products` multiplies with the tokens: the gradient of the code and, with W > R, of
+    the product with every prototype. Both ways from there, to tokens and to prototypes, are then products.
+    """
     rows = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     slots = tl.arange(0, k_P)
     code = tl.arange(0, R_P)
@@ -142,8 +159,9 @@ def token_backward(
         ds += tl.where((slots == 0)[None, :], extra[:, None], 0.0)
     length = tl.load(inverse_z + rows, mask=routed, other=0.0)
     factor = length * inverse_tau if COSINE else tl.zeros((BN,), tl.float32) + inverse_tau
-    tl.store(grad_s + pairs, ds, mask=is_pair)
-    tl.store(coefficient + pairs, ds * factor[:, None], mask=is_pair)
+    if W == R:
+        tl.store(grad_s + pairs, ds, mask=is_pair)
+        tl.store(coefficient + pairs, ds * factor[:, None], mask=is_pair)
     radial = tl.sum(ds * tl.load(s + pairs, mask=is_pair, other=0.0), 1) * length
 
     du = tl.zeros((BN, R_P), tl.float32)
@@ -154,7 +172,17 @@ def token_backward(
         du += part.to(tl.float32)
     is_row = (rows < n)[:, None]
     in_code = is_row & (code < R)[None, :]
-    tl.store(grad_u + rows[:, None] * R + code, du.to(grad_u.dtype.element_ty), mask=in_code)
+    tl.store(sides + rows[:, None] * W + code, du.to(sides.dtype.element_ty), mask=in_code)
+    if W > R:
+        patches = tl.arange(0, K_P)
+        share = tl.zeros((BN, K_P), tl.float32)
+        for slot in range(k):
+            patch = tl.load(idx + rows * k + slot, mask=rows < n, other=-1)
+            amount = tl.sum(tl.where((slots == slot)[None, :], ds, 0.0), 1) * factor
+            share = tl.where(patch[:, None] == patches[None, :], amount[:, None], share)
+        share *= tl.load(inverse_p + patches, mask=patches < K, other=0.0)[None, :]
+        in_share = is_row & (patches < K)[None, :]
+        tl.store(sides + rows[:, None] * W + R + patches, share.to(sides.dtype.element_ty), mask=in_share)
 
     for start in range(0, D, BD):
         cols = start + tl.arange(0, BD)
@@ -163,13 +191,19 @@ def token_backward(
         )
         dz = dot(du.to(DTYPE), V_tile.to(DTYPE), tl.zeros((BN, BD), tl.float32), PRECISION)
         inside = routed[:, None] & (cols < D)[None, :]
-        for slot in tl.static_range(k):
-            patch = tl.load(idx + rows * k + slot, mask=routed, other=0).to(tl.int64)
-            patch = tl.maximum(patch, 0)  # an empty slot has ds = 0
-            amount = tl.sum(tl.where((slots == slot)[None, :], ds, 0.0), 1) * factor
-            amount *= tl.load(inverse_p + patch, mask=routed, other=0.0)
-            P_rows = tl.load(P + patch[:, None] * D + cols, mask=inside, other=0.0)
-            dz += amount[:, None] * P_rows.to(tl.float32)
+        if W > R:
+            P_tile = tl.load(
+                P + patches[:, None] * D + cols, mask=(patches < K)[:, None] & (cols < D)[None, :], other=0.0
+            )
+            dz = dot(share.to(DTYPE), P_tile.to(DTYPE), dz, PRECISION)
+        else:
+            for slot in tl.static_range(k):
+                patch = tl.load(idx + rows * k + slot, mask=routed, other=0).to(tl.int64)
+                patch = tl.maximum(patch, 0)  # an empty slot has ds = 0
+                amount = tl.sum(tl.where((slots == slot)[None, :], ds, 0.0), 1) * factor
+                amount *= tl.load(inverse_p + patch, mask=routed, other=0.0)
+                P_rows = tl.load(P + patch[:, None] * D + cols, mask=inside, other=0.0)
+                dz += amount[:, None] * P_rows.to(tl.float32)
         if COSINE:
             z_tile = tl.load(z + rows[:, None] * D + cols, mask=inside, other=0.0)
             dz -= radial[:, None] * z_tile.to(tl.float32) * length[:, None]  # length squared may overflow
@@ -204,11 +238,13 @@ def bank_backward(
     k: tl.constexpr,
     BM: tl.constexpr,
     BD: tl.constexpr,
+    SEGMENT: tl.constexpr,
     GATE: tl.constexpr,
+    HAS_P: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """For one segment and BD channels: gradients of the patch's decoder and prototype.
+    """For one segment and BD channels: gradients of the patch's decoder and, with HAS_P, of its prototype.
 
     A patch with one segment is finished here; the parts of a busier one are added by `sum_parts`.
     """
@@ -234,7 +270,7 @@ def bank_backward(
             code_tile = tl.load(codes + row[None, :] * R + code[:, None], mask=here, other=0.0)  # (R_P, BM)
             g_tile = tl.load(grad + token[:, None] * D + cols, mask=inside, other=0.0)
             dU = dot(code_tile.to(DTYPE), g_tile.to(DTYPE), dU, PRECISION)
-            if GATE > 0:
+            if HAS_P:
                 amount = tl.load(coefficient + pair, mask=is_pair, other=0.0)
                 z_tile = tl.load(z + token[:, None] * D + cols, mask=inside, other=0.0)
                 dp += tl.sum(amount[:, None] * z_tile.to(tl.float32), 0)
@@ -245,7 +281,7 @@ def bank_backward(
         in_bank = (code < R)[:, None] & (cols < D)[None, :]
         if total <= SEGMENT:
             tl.store(grad_U + patch * (R * D) + bank, dU.to(grad_U.dtype.element_ty), mask=in_bank)
-            if GATE > 0:
+            if HAS_P:
                 length = tl.load(inverse_p + patch)
                 p = tl.load(P + patch * D + cols, mask=cols < D, other=0.0).to(tl.float32) * length
                 dp = length * (dp - p * tl.sum(radial, 0))
@@ -253,7 +289,7 @@ def bank_backward(
         else:
             part = (tl.load(plan + PARTS * K + patch) + number).to(tl.int64)
             tl.store(part_U + part * (R * D) + bank, dU, mask=in_bank)
-            if GATE > 0:
+            if HAS_P:
                 tl.store(part_P + part * D + cols, dp, mask=cols < D)
                 tl.store(part_radial + part, tl.sum(radial, 0), mask=tl.program_id(1) == 0)
 
@@ -280,7 +316,9 @@ def sum_parts(
     BM: tl.constexpr,
     BD: tl.constexpr,
     BT: tl.constexpr,
+    SEGMENT: tl.constexpr,
     GATE: tl.constexpr,
+    HAS_P: tl.constexpr,
 ):
     """Add the parts of one patch: its gates from its tiles, the rest from its segments; zeros if unused."""
     patch = tl.program_id(0).to(tl.int64)
@@ -315,11 +353,11 @@ def sum_parts(
         radial = tl.zeros((), tl.float32)
         for part in range(tl.cdiv(total, SEGMENT)):
             dU += tl.load(part_U + (begin + part) * (R * D) + bank, mask=in_bank, other=0.0)
-            if GATE > 0:
+            if HAS_P:
                 dp += tl.load(part_P + (begin + part) * D + cols, mask=cols < D, other=0.0)
                 radial += tl.load(part_radial + begin + part)
         tl.store(grad_U + patch * (R * D) + bank, dU.to(grad_U.dtype.element_ty), mask=in_bank)
-        if GATE > 0:
+        if HAS_P:
             length = tl.load(inverse_p + patch)
             p = tl.load(P + patch * D + cols, mask=cols < D, other=0.0).to(tl.float32) * length
             dp = length * (dp - p * radial)
@@ -328,48 +366,69 @@ def sum_parts(
 
 @quick
 @triton.jit
-def encoder_backward(
+def token_products(
     z,
-    idx,
-    grad_u,
+    sides,
+    inverse_z,
     parts,
     n,
     D: tl.constexpr,
-    R: tl.constexpr,
-    R_P: tl.constexpr,
-    k: tl.constexpr,
+    W: tl.constexpr,
+    BW: tl.constexpr,
     BN: tl.constexpr,
     BD: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Part of z^T du over every num_programs(0)-th block of tokens; the caller adds the parts."""
+    """Part of sides^T z over every num_programs(2)-th block of tokens; `add_products` adds the parts."""
+    side = tl.program_id(0) * BW + tl.arange(0, BW)
     cols = tl.program_id(1) * BD + tl.arange(0, BD)
-    code = tl.arange(0, R_P)
-    acc = tl.zeros((BD, R_P), tl.float32)
-    for first in range(tl.program_id(0) * BN, n, tl.num_programs(0) * BN):
+    acc = tl.zeros((BW, BD), tl.float32)
+    for first in range(tl.program_id(2) * BN, n, tl.num_programs(2) * BN):
         rows = (first + tl.arange(0, BN)).to(tl.int64)
-        routed = tl.load(idx + rows * k, mask=rows < n, other=-1) >= 0
-        for slot in tl.static_range(1, k):  # with radii and dropped slots the first may be empty
-            routed |= tl.load(idx + rows * k + slot, mask=rows < n, other=-1) >= 0
-        z_tile = tl.load(  # transposed by its pointers
-            z + rows[None, :] * D + cols[:, None], mask=routed[None, :] & (cols < D)[:, None], other=0.0
-        )
-        du = tl.load(grad_u + rows[:, None] * R + code, mask=routed[:, None] & (code < R)[None, :], other=0.0)
-        acc = dot(z_tile.to(DTYPE), du.to(DTYPE), acc, PRECISION)
+        length = tl.load(inverse_z + rows, mask=rows < n, other=float("nan"))
+        finite = length == length
+        here = finite[None, :] & (side < W)[:, None]
+        side_tile = tl.load(sides + rows[None, :] * W + side[:, None], mask=here, other=0.0)
+        inside = finite[:, None] & (cols < D)[None, :]
+        z_tile = tl.load(z + rows[:, None] * D + cols, mask=inside, other=0.0)
+        acc = dot(side_tile.to(DTYPE), z_tile.to(DTYPE), acc, PRECISION)
     tl.store(
-        parts + tl.program_id(0).to(tl.int64) * (D * R) + cols[:, None] * R + code,
+        parts + (tl.program_id(2) * W + side)[:, None].to(tl.int64) * D + cols,
         acc,
-        mask=(cols < D)[:, None] & (code < R)[None, :],
+        mask=(side < W)[:, None] & (cols < D)[None, :],
     )
 
 
 @quick
 @triton.jit
-def add_up(parts, out, num_parts, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of the parts, always in the same order."""
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    acc = tl.zeros((BLOCK,), tl.float32)
-    for part in range(num_parts):
-        acc += tl.load(parts + part * SIZE + place, mask=place < SIZE, other=0.0)
-    tl.store(out + place, acc.to(out.dtype.element_ty), mask=place < SIZE)
+def add_products(
+    P,
+    inverse_p,
+    parts,
+    grad_V,
+    grad_P,
+    num_parts,
+    D: tl.constexpr,
+    D_P: tl.constexpr,
+    R: tl.constexpr,
+    W: tl.constexpr,
+    BP: tl.constexpr,
+):
+    """The sum of the parts, in one order: a column of the encoder's gradient, or that of a prototype."""
+    side = tl.program_id(0)
+    cols = tl.arange(0, D_P)
+    acc = tl.zeros((BP, D_P), tl.float32)
+    for first in range(0, num_parts, BP):
+        part = first + tl.arange(0, BP)
+        here = (part < num_parts)[:, None] & (cols < D)[None, :]
+        acc += tl.load(parts + (part * W + side)[:, None].to(tl.int64) * D + cols, mask=here, other=0.0)
+    total = tl.sum(acc, 0)
+    if side < R:
+        tl.store(grad_V + cols * R + side, total.to(grad_V.dtype.element_ty), mask=cols < D)
+    else:
+        if W > R:  # not compiled otherwise
+            row = (side - R).to(tl.int64) * D + cols
+            p = tl.load(P + row, mask=cols < D, other=0.0).to(tl.float32) * tl.load(inverse_p + side - R)
+            total -= p * tl.sum(total * p, 0)  # what only changes its length
+            tl.store(grad_P + row, total.to(grad_P.dtype.element_ty), mask=cols < D)

@@ -8,8 +8,6 @@ from attractor.ops.kernels.quick import quick
 
 CHUNK = tl.constexpr(launch.CHUNK)
 """Pairs that one program of the counting sort places."""
-SEGMENT = tl.constexpr(launch.SEGMENT)
-"""Pairs of one patch that one program adds up for the patch's gradients."""
 
 LEAST = tl.constexpr(-3.4e38)
 
@@ -66,15 +64,21 @@ def lengths(
     P,
     inverse_z,
     inverse_p,
+    histogram,
     n,
+    counters,
     D: tl.constexpr,
     K: tl.constexpr,
     M: tl.constexpr,
     D_P: tl.constexpr,
     M_P: tl.constexpr,
     BN: tl.constexpr,
+    BC: tl.constexpr,
+    COUNT: tl.constexpr,
 ):
     """One over the lengths of all tokens (NaN: not finite) and of K rows of M channels to compare them with.
+
+    With COUNT, the counters of the histogram are set to zero on the way.
 
     A pass of its own, although the kernels that choose patches load the same tiles. The matrix unit of a
     Hopper GPU still reads a tile while tiles further on are copied, and Triton's pipeline allows for that
@@ -86,8 +90,13 @@ def lengths(
     program = tl.program_id(0)
     if program < tokens:
         row_lengths(z, inverse_z, program * BN, n, D, D_P, BN, True)
-    else:
+    elif program < tokens + tl.cdiv(K, BN):
         row_lengths(P, inverse_p, (program - tokens) * BN, K, M, M_P, BN, False)
+    else:
+        if COUNT:  # not compiled otherwise
+            first = (program - tokens - tl.cdiv(K, BN)).to(tl.int64) * BC
+            place = first + tl.arange(0, BC)
+            tl.store(histogram + place, tl.zeros((BC,), tl.int32), mask=place < counters)
 
 
 @triton.jit
@@ -149,6 +158,21 @@ def best_first(best, best_patch, k: tl.constexpr, k_P: tl.constexpr):
         best = tl.where(taken, float("-inf"), best)
         best_patch = tl.where(taken, 2147483647, best_patch)
     return ordered, ordered_patch
+
+
+@triton.jit
+def best_of_all(acc, k: tl.constexpr, k_P: tl.constexpr, BK: tl.constexpr):
+    """The k best scores and their patches where all patches are here, in the order of `best_first`."""
+    slots, patches = tl.arange(0, k_P)[None, :], tl.arange(0, BK)[None, :]
+    best = tl.full((acc.shape[0], k_P), float("-inf"), tl.float32)
+    best_patch = tl.zeros((acc.shape[0], k_P), tl.int32)
+    for slot in range(k):  # not unrolled: the code of many would not fit into the cache for instructions
+        top = tl.max(acc, 1)[:, None]
+        patch = tl.min(tl.where(acc == top, patches, BK), 1)[:, None]
+        best = tl.where(slots == slot, top, best)
+        best_patch = tl.where(slots == slot, patch, best_patch)
+        acc = tl.where(patches == patch, float("-inf"), acc)
+    return best, best_patch
 
 
 @triton.jit
@@ -254,11 +278,17 @@ def route(
         acc = tl.where(acc == acc, acc, float("inf"))  # a broken prototype is chosen, and its NaN shows
         acc = tl.where(acc > LEAST, acc, LEAST)  # every patch beats an empty slot
         acc = tl.where((patches < K)[None, :], acc, float("-inf"))
-        best, best_patch = keep_best(acc, best, best_patch, first, k, k_P, BK)
+        if K <= BK:
+            best, best_patch = best_of_all(acc, k, k_P, BK)
+        else:
+            best, best_patch = keep_best(acc, best, best_patch, first, k, k_P, BK)
 
     pairs = rows[:, None].to(tl.int64) * k + slots
     is_pair = is_row[:, None] & (slots < k)[None, :]
-    ordered, ordered_patch = best_first(best, best_patch, k, k_P)
+    if K <= BK:
+        ordered, ordered_patch = best, best_patch
+    else:
+        ordered, ordered_patch = best_first(best, best_patch, k, k_P)
     tl.store(confidence + rows, tl.where(finite, tl.max(ordered, 1), float("nan")), mask=is_row)
     kept = ordered
     if HAS_KEEP:
@@ -274,18 +304,19 @@ def route(
     tl.store(s + pairs, ordered, mask=is_pair)
     tl.store(idx + pairs, tl.where(chosen, ordered_patch, -1), mask=is_pair)
     if COUNT:
-        chunk = pairs // CHUNK
+        counter = ordered_patch.to(tl.int64) * tl.cdiv(n * k, CHUNK) + pairs // CHUNK
         # whole numbers: their sum does not depend on the order of the atomics
-        tl.atomic_add(histogram + chunk * K + ordered_patch, 1, mask=chosen, sem="relaxed")
+        tl.atomic_add(histogram + counter, 1, mask=chosen, sem="relaxed")
 
 
 @quick
 @triton.jit
-def count(idx, histogram, num_pairs, K: tl.constexpr):
+def count(idx, histogram, num_pairs):
     """The histogram of each chunk, for indices that did not come from `route`."""
-    pairs = tl.program_id(0).to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
+    chunk, chunks = tl.program_id(0), tl.num_programs(0)
+    pairs = chunk.to(tl.int64) * CHUNK + tl.arange(0, CHUNK)
     patch = tl.load(idx + pairs, mask=pairs < num_pairs, other=-1)
-    tl.atomic_add(histogram + tl.program_id(0).to(tl.int64) * K + patch, 1, mask=patch >= 0, sem="relaxed")
+    tl.atomic_add(histogram + patch.to(tl.int64) * chunks + chunk, 1, mask=patch >= 0, sem="relaxed")
 
 
 @quick
@@ -296,17 +327,19 @@ def scan_chunks(histogram, plan, num_chunks, K: tl.constexpr, BC: tl.constexpr, 
     carry = tl.zeros((BK,), tl.int32)
     for first in range(0, num_chunks, BC):
         chunks = first + tl.arange(0, BC)
-        place = histogram + chunks[:, None].to(tl.int64) * K + patches
-        here = (chunks < num_chunks)[:, None] & (patches < K)[None, :]
+        place = histogram + patches[:, None].to(tl.int64) * num_chunks + chunks
+        here = (patches < K)[:, None] & (chunks < num_chunks)[None, :]
         counts = tl.load(place, mask=here, other=0)
-        tl.store(place, tl.cumsum(counts, 0) - counts + carry[None, :], mask=here)
-        carry += tl.sum(counts, 0)
+        tl.store(place, tl.cumsum(counts, 1) - counts + carry[:, None], mask=here)
+        carry += tl.sum(counts, 1)
     tl.store(plan + TOTALS * K + patches, carry, mask=patches < K)
 
 
 @quick
 @triton.jit
-def make_plan(plan, most_segments, K: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr):
+def make_plan(
+    plan, most_segments, K: tl.constexpr, SEGMENT: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr
+):
     """Where each patch's pairs, tiles (BM pairs), segments and parts start, and whose they are."""
     segment_patch = plan + COUNTS * K + 2
     tile_patch = segment_patch + most_segments
@@ -349,7 +382,8 @@ def place(idx, histogram, plan, order, num_pairs, K: tl.constexpr):
     rank = tl.sum(before.to(tl.int32), 1)
     is_pair = patch >= 0
     rank += tl.load(plan + PAIRS * K + patch, mask=is_pair, other=0)
-    rank += tl.load(histogram + tl.program_id(0).to(tl.int64) * K + patch, mask=is_pair, other=0)
+    counter = patch.to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    rank += tl.load(histogram + counter, mask=is_pair, other=0)
     tl.store(order + rank, (first + own).to(tl.int32), mask=is_pair)
 
 
