@@ -39,6 +39,7 @@ FOUND = [
     ("data", "data/meta.json", ("unknown_characters",), "@deep-object@"),
     ("data", "data/meta.json", ("unknown_characters",), {"a": {}}),
     ("auto retrofit", "adapter/adapter_config.json", (*LAYER, "temperature"), 2**64),
+    ("retrofit", "adapter/adapter_config.json", (*LAYER, "num_layers"), 10**400),
 ]
 """What crashed a reader, took gigabytes or never came to an end: kind, file, where in its JSON, and what."""
 LOST = [
