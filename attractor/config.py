@@ -33,6 +33,8 @@ def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
 def check_size(name: str, value: object) -> None:
     if type(value) is not int or value < 1:
         raise ValueError(f"{name}={value!r} must be a positive integer{_unless(value, int)}")
+    if value >= 1 << 63:  # torch takes no longer integer
+        raise ValueError(f"{name}={value!r} must be below 2**63")
 
 
 def check_seed(seed: object) -> None:
@@ -46,7 +48,7 @@ def check_number(
     allowed: str = "a finite number",
     test: Callable[[float], bool] = lambda number: True,
 ) -> None:
-    most = 1 << 63 if type(value) is int else 1e300  # torch takes no longer integer
+    most = 1 << 63 if type(value) is int else 1e300  # as for sizes
     is_number = type(value) in (int, float) and abs(cast(float, value)) < most
     if not is_number or not test(cast(float, value)):
         raise ValueError(f"{name}={value!r} must be {allowed}{_unless(value, int, float)}")

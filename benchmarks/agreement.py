@@ -3,6 +3,7 @@
 python benchmarks/agreement.py results/agreement.json
 """
 
+import argparse
 import random
 import sys
 from pathlib import Path
@@ -83,4 +84,6 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("result")
+    main(parser.parse_args().result)

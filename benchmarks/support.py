@@ -5,6 +5,7 @@
 A cell is "yes" where the check passed, and else what was raised; nothing here is written by hand.
 """
 
+import argparse
 import sys
 import tempfile
 import warnings
@@ -215,6 +216,7 @@ def page(found: dict[str, dict[str, str]], used: dict[str, str]) -> str:
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0]).parse_args()
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

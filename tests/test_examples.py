@@ -1,9 +1,7 @@
-"""The examples that people copy are run as they are, and so are the curl lines of the documentation."""
+"""The examples that people copy are run as they are."""
 
 import re
 import runpy
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -40,7 +38,7 @@ def test_with_hugging_face(name, monkeypatch, capsys, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_client_and_curl(monkeypatch, capsys):
+def test_client(monkeypatch, capsys):
     for package in ("openai", "uvicorn"):
         pytest.importorskip(package, reason=f"{package} is not installed: the extra dev")
     from fake_service import FakeService
@@ -55,10 +53,3 @@ def test_client_and_curl(monkeypatch, capsys):
         assert shown == "".join(
             f"{way}: Now is the winter of our disco\n" for way in ("with_openai", "with_urllib")
         )
-        asking = (ROOT / "docs" / "serving.md").read_text().split("**Asking.**")[1]
-        script = re.search(r"```\n(.*?)```", asking, re.DOTALL)[1].replace("localhost:8000", base)
-        if shutil.which("curl"):
-            done = subprocess.run(["sh", "-ec", script], capture_output=True, text=True, check=True)
-            assert '"fake"' in done.stdout
-            assert "Now is the winter of" in done.stdout
-            assert done.stdout.endswith("data: [DONE]\n\n")

@@ -3,6 +3,7 @@
 import functools
 import json
 import random
+import resource
 import shutil
 
 import hypothesis.strategies as st
@@ -39,6 +40,7 @@ FOUND = [
     ("data", "data/meta.json", ("unknown_characters",), "@deep-object@"),
     ("data", "data/meta.json", ("unknown_characters",), {"a": {}}),
     ("auto retrofit", "adapter/adapter_config.json", (*LAYER, "temperature"), 2**64),
+    ("retrofit", "adapter/adapter_config.json", (*LAYER, "num_layers"), 10**400),
 ]
 """What crashed a reader, took gigabytes or never came to an end: kind, file, where in its JSON, and what."""
 LOST = [
@@ -88,6 +90,28 @@ def test_what_was_found(name, file, where, value, monkeypatch):
     monkeypatch.setattr(fuzz, "damage", damage)
     outcome = fuzz.run(name, random.Random(0), 0, fits=True)
     assert outcome.verdict in ("refused", "other"), outcome
+
+
+@pytest.fixture
+def little_memory():
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    fuzz.limit_memory()
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("value", "verdict"), [(10**9, "other"), (10**30, "refused"), (1.5, "refused")])
+def test_the_number_of_the_next_lesson_takes_no_memory(value, verdict, little_memory, monkeypatch):
+    def damage(folder, chance):
+        path = folder / "lessons" / "lessons.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"next": value}))
+        return "next"
+
+    fuzz.saved("lessons")
+    monkeypatch.setattr(fuzz, "damage", damage)
+    outcome = fuzz.run("lessons", random.Random(0), 0, fits=True)
+    assert outcome.verdict == verdict, outcome
 
 
 @pytest.mark.filterwarnings("ignore")

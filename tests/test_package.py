@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import time
 import tomllib
 import zipfile
 from email import message_from_bytes
@@ -204,9 +205,10 @@ assert set(model.touching("What is the capital of France?")) == {None}
 
 @pytest.mark.network
 @pytest.mark.skipif("ATTRACTOR_NETWORK" not in os.environ, reason="ATTRACTOR_NETWORK is not set")
-def test_from_an_empty_folder_to_a_taught_model(wheel, core, tmp_path):
+def test_from_an_empty_folder_to_a_taught_model(wheel, tmp_path, record_testsuite_property):
     """Install, ask, teach, reload in a new process: with the wheel, pip's index and nothing else."""
-    programs = environment(tmp_path / "env", wheel, "cli,hf", core)
+    began = time.monotonic()
+    programs = environment(tmp_path / "env", wheel, "cli,hf")
     here = {"cwd": tmp_path, "env": {"ATTRACTOR_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "2"}}
     assert "Paris" in call(
         programs / "attractor", "ask", "smollm2-135m", "What is the capital of France?", **here
@@ -220,6 +222,9 @@ def test_from_an_empty_folder_to_a_taught_model(wheel, core, tmp_path):
     given = [part for form in forms for part in ("--form", form)]
     call(programs / "attractor", "teach", "smollm2-135m", *given, "--save", "school", **here)
     assert "Lisbon" in call(programs / "python", "-c", STRANGER, **here)
+    seconds = time.monotonic() - began
+    record_testsuite_property("seconds from an empty folder", seconds)
+    assert seconds < 300
 
 
 def interpreter(version: str) -> str:

@@ -1,31 +1,28 @@
 """The documentation is run, and the tree of docs/architecture.md is compared with the files."""
 
-import contextlib
 import doctest
 import json
 import re
 import runpy
-import shlex
 import statistics
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
+from pages import PAGES, ROOT, blocks
 
 from attractor import LessonConfig
 
-ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PRETRAINED = re.compile(r'^[^#\n]*"smollm2-135m"', re.MULTILINE)
 BLOCKS = [
     pytest.param(
-        block,
-        id=f"{page.name}:{number}",
-        marks=[pytest.mark.slow] if PRETRAINED.search(block) else [],
+        block.text,
+        id=str(block),
+        marks=[pytest.mark.slow] if PRETRAINED.search(block.text) else [],
     )
-    for page in PAGES
-    for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+    for block in blocks("python")
+    if "openai" not in block.text  # test_blocks.py has a server for it
 ]
 
 
@@ -39,11 +36,14 @@ def test_python_blocks_run(block, tmp_path, monkeypatch):
     exec(compile(block, "block", "exec"), {"__name__": "__main__"})
 
 
-SESSIONS = [
-    pytest.param(session, id=f"{page.name}:{number}")
-    for page in PAGES
-    for number, session in enumerate(re.findall(r"```pycon\n(.*?)```", page.read_text(), re.DOTALL))
-]
+SESSIONS = [pytest.param(block.text, id=str(block)) for block in blocks("pycon")]
+
+
+class Checker(doctest.OutputChecker):
+    """Which quotation marks Python prints depends on words that a session leaves out."""
+
+    def check_output(self, want, got, options):
+        return super().check_output(want.replace('"', "'"), got.replace('"', "'"), options)
 
 
 @pytest.mark.slow
@@ -52,32 +52,9 @@ def test_sessions_print_what_they_say(session, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = doctest.DocTestParser().get_doctest(session, {}, "session", None, None)
     complaints = []
-    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    runner = doctest.DocTestRunner(Checker(), optionflags=doctest.ELLIPSIS)
     assert runner.run(found, out=complaints.append).attempted > 4
     assert not complaints, "".join(complaints)
-
-
-def commands():
-    """The lines of the pages that start the command line, as the shell would hand them over."""
-    for page in (*PAGES, ROOT / "CONTRIBUTING.md"):
-        for block in re.findall(r"^```(?:sh|bash)?\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE):
-            for line in block.replace("\\\n", " ").splitlines():
-                words = shlex.split(line, comments=True) if line.startswith("attractor ") else []
-                if words:
-                    yield pytest.param(words[1:], id=f"{page.name}: {' '.join(words)[:60]}")
-
-
-@pytest.mark.parametrize("words", [*commands()])
-def test_commands_are_as_the_command_line_takes_them(words, capsys):
-    pytest.importorskip("tyro", reason="tyro is not installed: the extra cli")
-    from attractor.cli import main, parse
-
-    if words[-1] == "--help":
-        with contextlib.suppress(SystemExit):
-            assert main(words) == 0
-        assert "--" in capsys.readouterr().out
-    else:
-        assert hasattr(parse(words), "run")  # a mistake would end the program
 
 
 def test_usage_example_is_short():
@@ -87,7 +64,7 @@ def test_usage_example_is_short():
 
 def test_tree_is_true():
     page = ROOT / "docs" / "architecture.md"
-    tree = re.search(r"## What is here\n\n```\n(.*?)```", page.read_text(), re.DOTALL)[1]
+    tree = re.search(r"## What is here\n\n```text\n(.*?)```", page.read_text(), re.DOTALL)[1]
     listed, folders = set(), []
     for line in tree.splitlines():
         depth, name = (len(line) - len(line.lstrip())) // 2, line.split()[0]

@@ -373,6 +373,8 @@ def test_every_verb_takes_what_the_command_wrote(folder, text, tmp_path, capsys,
     assert "new " in capsys.readouterr().out
     assert cli.main(["adapt", str(folder), "--data", str(text), "--device", "cpu"]) == 1
     assert "has no APN layers" in capsys.readouterr().err
+    assert cli.main(["adapt", str(tmp_path / "nothing"), *options]) == 1
+    assert "there is no" in capsys.readouterr().err  # and not that --context is for retrofits
 
 
 def test_a_retrofit_of_an_earlier_release_is_loaded_if_something_names_its_base(

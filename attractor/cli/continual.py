@@ -175,7 +175,7 @@ class Adapt:
 
         place = out / "learner" if self.resume else Path(self.model)
         is_retrofit = adapter_folder(place) is not None
-        if self.context is not None and not is_retrofit:
+        if self.context is not None and not is_retrofit and place.exists():  # otherwise `load` says so
             raise ValueError(f"--context is for retrofits: that of {place} is its own")
         context = self.context or CONTEXT if is_retrofit and not has_overlays(place) else self.context
         model = load(place if self.resume else self.model, device=self.device, context=context)

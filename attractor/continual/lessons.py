@@ -279,7 +279,12 @@ class Lessons:
             raise ValueError("its lessons and its patches do not belong together")
         if any((owner < 0) != (edge >= CLOSED) for owner, edge in zip(owners, radius.tolist(), strict=True)):
             raise ValueError("it has open patches that no lesson owns, or closed ones that one does")
-        if not numbers <= set(range(described["next"])):
+        following = described["next"]
+        if (
+            type(following) is not int
+            or not 0 <= following < 1 << 63
+            or any(type(number) is not int or not 0 <= number < following for number in numbers)
+        ):
             raise ValueError("its lessons are numbered wrongly")
         width, device = state["prototypes"].shape[1], self.layer.prototypes.device
         contexts = {
