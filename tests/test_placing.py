@@ -117,6 +117,7 @@ def test_prototypes_are_spread_out():
     assert len(spread_out(keys, 1, 0.9)) == 1
     assert len(spread_out(keys, 4, 0.9)) == 3  # the first two are one
     assert len(spread_out(keys[:2], 4, 0.9)) == 1
+    assert spread_out(keys[:0], 4, 0.9) == []
 
 
 def of_one_name(draw, people, count):

@@ -180,6 +180,8 @@ def deeper(placed: Placed, taken: Taken, replaces: Sequence[int | None]) -> Plac
 
 def spread_out(keys: Tensor, most: int, cover: float) -> list[int]:
     """Up to `most` of the keys (n, m) that are close to all others: the central one, then the farthest."""
+    if not len(keys):
+        return []
     chosen = [int((keys @ ops.unit(keys.mean(0, keepdim=True)).T).argmax())]
     while len(chosen) < most:
         near = (keys @ keys[chosen].T).amax(1)
