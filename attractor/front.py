@@ -20,6 +20,7 @@ from torch import Tensor
 from attractor.checkpoint import find_model
 from attractor.config import check_size
 from attractor.continual.config import LearnConfig, UpdateConfig
+from attractor.continual.delta import bits
 from attractor.continual.forms import FRAMES, Form, asked_of_all, check_forms, check_subject, shared_subject
 from attractor.continual.guarded import GuardedLearner
 from attractor.continual.learner import OnlineLearner
@@ -307,7 +308,7 @@ class Model:
             report(passes, known)
         patches = size = 0
         for n, own in banks.items():
-            rows = [(new != was).flatten(1).any(1) for new, was in zip(own, old[n], strict=True)]
+            rows = [(bits(new) != bits(was)).flatten(1).any(1) for new, was in zip(own, old[n], strict=True)]
             differ = int(torch.stack(rows).any(0).sum())
             patches += differ
             size += differ * sum(bank[0].nbytes for bank in own)
