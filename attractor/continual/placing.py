@@ -9,8 +9,8 @@ taken for another lesson's, as in the condensed nearest neighbour rule (Hart, 19
 what background text and earlier lessons have.
 
 No radius separates the subject from another person of the same last name, but competition does: beside each
-basin lies a silent one, turned a little towards such strangers. It adds nothing, and is the deeper one where
-a token is more like them. So silent basins can only make lessons act on less.
+basin that such strangers come near lies a silent one, turned a little towards them. It adds nothing, and is
+the deeper one where a token is more like them. So silent basins can only make lessons act on less.
 """
 
 import dataclasses
@@ -130,7 +130,7 @@ def place(
 def silent(
     placed: Placed, keys: Sequence[Tensor], strangers: Sequence[Tensor], taken: Taken, config: LessonConfig
 ) -> Placed:
-    """Basins in which nothing is added, one beside each of the new ones, where strangers are known.
+    """Basins in which nothing is added, one beside each of the new ones that a stranger comes near.
 
     `strangers` are directions (n, m) of what resembles each subject and is not it. With w the direction from
     their mean to that of the subject's own contexts, the basin (p, r) gets a silent neighbour of prototype
