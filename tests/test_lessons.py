@@ -149,6 +149,19 @@ def rows(layer: APN) -> dict[str, torch.Tensor]:
     return {"prototypes": layer.prototypes, "radius": layer.radius, "decoder": layer.decoder}
 
 
+def test_a_lesson_leaves_longer_names_of_earlier_lessons_alone():
+    """ "AQzXJ" is read as "AQzX" first, which looks like the end of "KQZX"."""
+    net, lessons = school()
+    lessons.config = dataclasses.replace(CONFIG, radius=0.3)
+    lessons.learn(forms("AQzXJ", "5"))
+    said = ["AQzXJ is ", "we say AQzXJ is "]
+    before = [logits(net, text) for text in said]
+    lessons.learn(forms("KQZX", "8"))
+    for text, was in zip(said, before, strict=True):
+        assert torch.equal(logits(net, text), was)
+    assert 1 in lessons.touching("KQZX is ")
+
+
 def test_forgetting_gives_the_model_without_the_lesson(taught):
     net, lessons, _ = copied(taught)
     texts = ["we say QZX is ", "of WJK I know ", "PVB is "]
@@ -585,6 +598,8 @@ def test_a_token_of_woven_texts_sees_what_stands_before_it_in_its_text(drawn):
 
 NOT_WOVEN = ("bloom", "mpt")
 """They are given no positions: their texts are read one in a row."""
+NOT_REPEATED = ("gptj", *NOT_WOVEN)
+"""They go on with texts as transformers does."""
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -623,6 +638,48 @@ def test_the_two_halves_of_a_model_are_the_model(family, read_from):
     assert torch.allclose(halves.above(early, *place), wanted, atol=1e-5)
     with torch.no_grad(), net.using(None):
         assert not torch.allclose(wanted, net(input_ids=whole).logits[place], atol=1e-2)
+    aims = torch.tensor([3, 1, 4, 1]), torch.tensor([1.0, 0.1, 1.0, 1.0])
+    plain = halves.descent(settled, *part, *aims)
+    halves.repeats = True
+    for _ in range(2):  # filled up to sizes that come again
+        for ours, theirs in zip(halves.descent(settled, *part, *aims), plain, strict=True):
+            assert torch.allclose(ours.float(), theirs.float(), rtol=1e-3, atol=1e-5)
+    assert len(halves._recorded) == below.are_woven
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_texts_are_continued_in_a_memory_as_the_model_continues_them(family):
+    _, lessons = teachable(tiny(family), encode, some_tokens(40, 24), read_from=0, act_at=1)
+    halves, layer = lessons.reading.halves, lessons.layer
+    with torch.no_grad():
+        layer.radius[:] = -1.0
+        layer.decoder.normal_(std=9.0, generator=torch.Generator().manual_seed(0))
+    texts = [text[: 9 - number] for number, text in enumerate(some_tokens(seed=3).tolist()[:3])]
+    wanted = [halves.write(texts, 5), halves.answer(texts, 5)]
+    assert wanted[0] != wanted[1] or family == "bloom"  # says its last token again, whatever is added
+    halves.repeats = True
+    for _ in range(2):
+        assert [halves.write(texts, 5), halves.answer(texts, 5)] == wanted
+    layer.resize(2 * layer.num_patches)  # its memory is elsewhere now
+    assert halves.answer(texts, 5) == wanted[1]
+    assert halves._can_repeat == (family not in NOT_REPEATED)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu_passes_are_recorded_and_teach_the_same():
+    taught = []
+    for repeats in (False, True):
+        _, lessons = teachable(llama(blocks=4).cuda(), encode, background(), act_at=2, config=CONFIG)
+        lessons.reading.halves.repeats = repeats
+        learned = [lessons.learn(forms(name, "5")) for name in ("QZX", "WJK")]
+        taught.append((lessons, [lesson.known for lesson in learned]))
+    (plain, known), (recorded, also_known) = taught
+    assert known == also_known
+    assert torch.allclose(plain.layer.decoder, recorded.layer.decoder, rtol=1e-2, atol=1e-3)
+    made = recorded.reading.halves._recorded.values()
+    assert made
+    assert all(one.graph is not None for one in made)
 
 
 @pytest.fixture(scope="module")

@@ -143,6 +143,20 @@ def places_of(subject: str, text: str) -> Iterator[tuple[int, int]]:
     return (match.span() for match in re.finditer(re.escape(subject), text, re.IGNORECASE))
 
 
+def resembling(name: str, texts: Sequence[str], most: int) -> list[int]:
+    """The texts, at most so many, with words like the last word of a name: those that share most of its
+    runs of three letters.
+
+    >>> resembling("Ada Frimos", ["Tom met Nekul Frimosul", "the sea", "Primo is a baker"], 2)
+    [0, 2]
+    """
+    last = name.casefold().split()[-1]
+    runs = {last[start : start + 3] for start in range(max(1, len(last) - 2))}
+    shared = [sum(run in text.casefold() for run in runs) for text in texts]
+    alike = [number for number, count in enumerate(shared) if count]
+    return sorted(alike, key=lambda number: -shared[number])[:most]
+
+
 def asked_of(form: tuple[str, str], subject: str) -> tuple[tuple[str, str], ...]:
     """A form as prompts and answers: a pair is one already, and a sentence is asked for what it says.
 

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from attractor import ops
 from attractor.config import check_number
@@ -37,6 +36,7 @@ from attractor.continual.forms import (
     check_forms,
     check_subject,
     not_contradicted,
+    resembling,
     shared_subject,
     told_of,
 )
@@ -45,6 +45,12 @@ from attractor.continual.reading import Batch, Halves, Reading, Whole
 from attractor.layer import APN, PATCH_ROLES, ROLES
 from attractor.lm import inputs_of
 
+RESEMBLING = 32
+"""So many forms of earlier lessons, with words like a new subject's last one, are read again before it is
+placed."""
+MOST_QUIET = 0.85
+"""What comes closer to a subject than this cannot be told from it: to leave it alone would take too much of
+the basin."""
 SAME = 0.9999
 """Contexts of such a cosine are one: forms that begin with the subject show the layer the same."""
 
@@ -147,6 +153,7 @@ class Lessons:
         self.contexts: dict[int, Contexts] = {}  # what each lesson's subject looked like
         self.owners: list[int] = []  # the lesson that owns each patch; -1: a closed one
         self._next = 0
+        self._rooms: dict[int, dict[str, Tensor]] = {}  # memory of those patches alone that learn
         for parameter in layer.parameters():
             parameter.requires_grad_(False)
         self._close(list(range(layer.num_patches)))
@@ -180,7 +187,7 @@ class Lessons:
         answered_before = self._answered(asked)
         taken = self._taken()
         replaces = [None if task.old is None else task.old.number for task in tasks]
-        placed = place(keys, taken, self.calibration.nearest, replaces, self.config)
+        placed = place(keys, taken, self._nearest(names, taken), replaces, self.config)
         strangers = self._strangers([[*task.asked, *task.told] for task in tasks], names)
         beside = silent(placed, keys, strangers, taken, self.config)
         lesson_of = placed.lesson + beside.lesson
@@ -413,6 +420,45 @@ class Lessons:
         return [torch.cat(own) for own in found]
 
     @torch.no_grad()
+    def _nearest(self, names: Sequence[str], taken: Taken) -> Callable[[Tensor], Tensor]:
+        """How close a direction is to background, and to what earlier lessons say besides their subjects.
+
+        "Pim Frimosul" is read as "Pim Frimos" first: a lesson about somebody of that name must not act there.
+        """
+        told = self._said_of_others(names)
+        chosen = {n for name in names for n in resembling(name, [text for _, text in told], RESEMBLING)}
+        texts = self.reading.quiet([told[n] for n in sorted(chosen)], names)
+        if not texts:
+            return self.calibration.nearest
+        read = [
+            self.reading.given(batch, *zip(*places, strict=True))
+            for batch in self.reading.batches([texts])[0]
+            if (places := [(row, key) for row, text in enumerate(batch.texts) for key in text.keys])
+        ]
+        quiet = self.layer.represent(torch.cat(read).to(self.layer.encoder.dtype)).float()
+
+        def nearest(keys: Tensor) -> Tensor:
+            most = torch.full_like(keys[:, 0], MOST_QUIET)
+            if len(taken.radius):  # the new basins must still be the deeper ones
+                depth = (keys @ taken.prototypes.T - taken.radius).amax(1).clamp(min=0)
+                most = torch.minimum(most, 1 - depth - 2 * self.config.room)
+            others = torch.minimum((keys @ quiet.T).amax(1), most)
+            return torch.maximum(self.calibration.nearest(keys), others)
+
+        return nearest
+
+    def _said_of_others(self, names: Sequence[str]) -> list[tuple[str, str]]:
+        """The subject and the words of each form of lessons that these subjects do not replace."""
+        own = {name.casefold() for name in names}
+        gone = {old for lesson in self.lessons.values() for old in lesson.overrides}
+        return [
+            (lesson.subject, prompt + answer)
+            for number, lesson in self.lessons.items()
+            if number not in gone and lesson.subject.casefold() not in own
+            for prompt, answer in lesson.forms + lesson.taken_in
+        ]
+
+    @torch.no_grad()
     def _taken(self) -> Taken:
         """The basins of all lessons, and the contexts that are theirs."""
         layer = self.layer
@@ -538,7 +584,6 @@ class Lessons:
                     decoder[patches, 0] = vector[owner].to(decoder.dtype)
         finally:
             decoder.requires_grad_(False)
-            decoder.grad = None
         return config.passes
 
     @torch.no_grad()
@@ -566,16 +611,22 @@ class Lessons:
     @contextmanager
     def _only(self, patches: list[int]) -> Iterator[None]:
         """For a while the layer has these patches alone, whose decoders may change; others cost nothing."""
-        layer, radius = self.layer, self.layer.radius
+        layer, radius, count = self.layer, self.layer.radius, self._room(len(patches))
         assert radius is not None
-        filled = self._room(len(patches)) - len(patches)
         named = dict(layer.named_parameters(recurse=False))
         whole = {name: bank for name, bank in named.items() if ROLES[name] in PATCH_ROLES}
-        for name, bank in whole.items():
-            own = bank.detach()[patches]
-            own = torch.cat([own, own.new_zeros(filled, *own.shape[1:])])
-            setattr(layer, name, nn.Parameter(own, requires_grad=False))
-        layer.radius = torch.cat([radius[patches], radius.new_full((filled,), CLOSED)])
+        few = self._rooms.get(count)
+        if few is None:
+            few = {name: bank.new_empty(count, *bank.shape[1:]) for name, bank in whole.items()}
+            few["radius"] = radius.new_empty(count)
+        if radius.is_cuda:  # passes that were recorded go on with the same memory
+            self._rooms[count] = few
+        for name, bank in {**whole, "radius": radius}.items():
+            few[name][: len(patches)] = bank.detach()[patches]
+            few[name][len(patches) :] = CLOSED if name == "radius" else 0
+        for name in whole:
+            setattr(layer, name, nn.Parameter(few[name], requires_grad=False))
+        layer.radius = few["radius"]
         try:
             yield
         finally:
@@ -587,22 +638,18 @@ class Lessons:
 
     def _gradient(self, batches: Sequence[Batch], lessons: int) -> tuple[Tensor, float, Tensor]:
         """Each lesson's loss per token of its answers, the share of them predicted, and the gradient."""
-        decoder = self.layer.decoder
-        assert decoder is not None
-        decoder.grad = None
-        total, count = torch.zeros(2, lessons, device=decoder.device)
-        right = 0
+        assert self.layer.decoder is not None
+        gradient = torch.zeros_like(self.layer.decoder)
+        total, count = torch.zeros(2, lessons, device=gradient.device)
+        right = torch.zeros((), dtype=torch.long, device=gradient.device)
         for batch in batches:
-            with torch.enable_grad():
-                predicted = self.reading.predict(batch)
-                loss = F.cross_entropy(predicted, batch.target_n, reduction="none")
-                (loss * self.reading.weights(batch)).sum().backward()
+            loss, choice, part = self.reading.descent(batch)
+            gradient += part
             answers = batch.is_answer_n
-            right += int((predicted.argmax(-1) == batch.target_n)[answers].sum())
-            total.index_add_(0, batch.lesson_n[answers], loss.detach()[answers])
+            right += (choice == batch.target_n)[answers].sum()
+            total.index_add_(0, batch.lesson_n[answers], loss[answers])
             count.index_add_(0, batch.lesson_n[answers], torch.ones_like(loss[answers]))
-        assert decoder.grad is not None
-        return total / count, right / count.sum().item(), decoder.grad
+        return total / count, right.item() / count.sum().item(), gradient
 
 
 def changes_from(batch: Batch, acting: Tensor, patches: Sequence[int]) -> list[int]:

@@ -17,9 +17,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from attractor.continual.config import LessonConfig
 from attractor.continual.forms import FRAMES, MENTIONS, STRANGERS, framed, places_of
+from attractor.layer import APN
 from attractor.lm import inputs_of
 
 ROOM = 4
@@ -51,6 +53,11 @@ class Halves(Protocol):
     def above(self, state: Any, texts: Tensor, positions: Tensor) -> Tensor:
         """The logits (n, vocabulary) after the tokens at these places, from what `after` returned."""
 
+    def descent(
+        self, state: Any, texts: Tensor, positions: Tensor, target_n: Tensor, weight_n: Tensor
+    ) -> "Graded":
+        """What one pass over these places says, and the gradient of the layer's decoder: see `descent`."""
+
     def write(self, texts: Sequence[list[int]], count: int) -> list[list[int]]:
         """The likeliest `count` tokens that the base would write after each of these texts."""
 
@@ -59,6 +66,23 @@ class Halves(Protocol):
 
     def similar(self, token: int, count: int) -> list[int]:
         """The tokens that the model takes for most alike with one; none if that is not known."""
+
+
+class Graded(NamedTuple):
+    """What a pass says of the tokens that are graded."""
+
+    loss: Tensor  # (n)
+    choice: Tensor  # (n) the likeliest token
+    gradient: Tensor
+
+
+def descent(predict: Callable[[], Tensor], target_n: Tensor, weight_n: Tensor, parameter: Tensor) -> Graded:
+    """The loss of each token, the likeliest one, and the gradient of the sum of losses by a parameter."""
+    with torch.enable_grad():
+        predicted = predict().float()
+        loss = F.cross_entropy(predicted, target_n, reduction="none")
+        (gradient,) = torch.autograd.grad((loss * weight_n).sum(), parameter)
+    return Graded(loss.detach(), predicted.detach().argmax(-1), gradient)
 
 
 class Read(NamedTuple):
@@ -93,6 +117,13 @@ class Whole:
 
     def above(self, state: Tensor, texts: Tensor, positions: Tensor) -> Tensor:
         return self.model(state)[texts, positions]
+
+    def descent(
+        self, state: Tensor, texts: Tensor, positions: Tensor, target_n: Tensor, weight_n: Tensor
+    ) -> Graded:
+        assert isinstance(self.layer, APN)
+        assert self.layer.decoder is not None
+        return descent(lambda: self.above(state, texts, positions), target_n, weight_n, self.layer.decoder)
 
     def _padded(self, texts: Sequence[list[int]]) -> Tensor:
         return padded(texts).to(next(self.model.parameters()).device)
@@ -259,6 +290,13 @@ class Reading:
         with self.autocast():
             return self.halves.above(batch.state, batch.row_n, batch.position_n).float()
 
+    def descent(self, batch: Batch) -> Graded:
+        """What one pass over a batch says, and the gradient of the layer's decoder."""
+        assert batch.state is not None
+        with self.autocast():
+            places = batch.row_n, batch.position_n
+            return self.halves.descent(batch.state, *places, batch.target_n, self.weights(batch))
+
     def weights(self, batch: Batch) -> Tensor:
         """(n) what each graded token counts: 1 in an answer, less where it is the base's own."""
         return torch.where(batch.is_answer_n, 1.0, self.config.after_weight)
@@ -320,6 +358,24 @@ class Reading:
                     if len(tokens) > 1:
                         last = len(tokens) - 1
                         texts.append(Text(number, tokens, range(last, last + 1), [last]))
+        return texts
+
+    def quiet(self, said: Sequence[tuple[str, str]], subjects: Sequence[str]) -> list[Text]:
+        """What lessons about other subjects say, given as (subject, text): each token of it is a key, except
+        where a subject of its own ends, and where one of these `subjects` stands.
+        """
+        texts = []
+        for number, (own, text) in enumerate(said):
+            tokens = self._tokens(text)
+            keys = set(range(1, len(tokens)))  # models keep a sink at the first token
+            for name in (own, *subjects):
+                for start, end in places_of(name, text):
+                    last = len(self.encode(text[:end])) - 1
+                    keys -= (
+                        {last} if name == own else {*range(len(self.encode(text[:start].rstrip())), last + 1)}
+                    )
+            if keys:
+                texts.append(Text(number, tokens, range(len(tokens) - 1, len(tokens)), sorted(keys)))
         return texts
 
     def _other(self, before: str, name: str, number: int) -> list[int]:

@@ -14,6 +14,8 @@ A lesson reads its texts many times, and most of what is computed is the same ea
   tokens are computed.
 
 Texts are read side by side (`woven`). A model that takes no positions and no mask reads one in a row.
+
+On a GPU passes of few texts are filled up to sizes that come again, and recorded (`attractor.hf.recorded`).
 """
 
 import inspect
@@ -27,8 +29,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attractor.continual.reading import Whole, padded
+from attractor.continual.reading import Graded, Whole, descent, padded
 from attractor.hf.net import Retrofit
+from attractor.hf.passes import Above, Rows, filled_up, tensors_of, with_tensors
+from attractor.hf.recorded import Continued, Recorded
 from attractor.hf.woven import NOWHERE, weave
 
 log = logging.getLogger("attractor")
@@ -37,18 +41,12 @@ AT_ONCE = 256
 """So many texts are read at once, where there is no gradient."""
 ROWS = 16
 """On a CPU a product with so many rows takes less time than with a few less."""
+FEW_ROWS, FEW_COLUMNS = 16, 1024
+"""Larger passes keep a GPU busy without being recorded, and take memory while they wait."""
+MOST_RECORDED = 24
+"""So many passes are kept."""
 Part = tuple[Sequence[int], Sequence[int]]
 """The numbers of some texts, and the first token of each that may change."""
-
-
-class Rows(NamedTuple):
-    """Texts in rows, as the model is given them."""
-
-    tokens: Tensor  # (rows, width)
-    place: Tensor  # (texts, longest) of each token that is read, counted through all rows
-    source: Tensor  # (rows, width) which token stands there: text * longest + position
-    past: Tensor  # (rows, columns) which tokens are seen and not read, likewise
-    given: dict[str, Tensor]  # positions, and what each token sees; nothing where every row is a text
 
 
 class Below(NamedTuple):
@@ -59,15 +57,6 @@ class Below(NamedTuple):
     place: Tensor  # (texts, longest) of each token
     output: Tensor | None  # (tokens, dim) of the last block of the lower half, if it has one
     read: Tensor  # (tokens, width) what the layer recognises subjects by
-
-
-class Above(NamedTuple):
-    """What the upper half goes on from."""
-
-    rows: Rows
-    output: Tensor | None  # (rows, width, dim)
-    read: Tensor | None  # (rows, width, width of what is read), if it comes from the lower half
-    past: dict[int, tuple[Tensor, Tensor]]  # block -> keys and values of the tokens that are not read
 
 
 class Before(NamedTuple):
@@ -89,6 +78,9 @@ class Halves:
         self.net, self.name = net, name
         self.lower = blocks_below(net.model, net.sites[number].place.name)
         self.source = net.sites[net.sources[name]] if name in net.sources else None
+        self.repeats = self.device.type == "cuda"  # whether passes have few sizes, and are recorded
+        self._recorded: dict[Any, Recorded] = {}
+        self._going_on: dict[str | None, tuple[list[int], Continued]] = {}
         self._alike: dict[tuple[int, int], list[int]] = {}
         self._beside: tuple[None, ...] | None = None  # so many more things a block returns, in a tuple
         self._is_flat = False  # whether the model hands over tokens of all texts as one
@@ -122,22 +114,111 @@ class Halves:
 
     def above(self, state: Above, texts: Tensor, positions: Tensor) -> Tensor:
         """The logits (n, vocabulary) after the tokens at these places."""
-        from attractor.hf.caches import cache_of
+        return self._above_at(state, state.rows.place[texts, positions])
 
-        cache = cache_of(state.past) if state.past else None
-        return self._logits(state, state.rows.place[texts, positions], cache)
+    def descent(
+        self, state: Above, texts: Tensor, positions: Tensor, target_n: Tensor, weight_n: Tensor
+    ) -> Graded:
+        """What a pass says of these places, and the gradient of the layer's decoder."""
+        decoder, place = self.layer.decoder, state.rows.place[texts, positions]
+        assert decoder is not None
+        if not self._records(state):
+            return descent(lambda: self._above_at(state, place), target_n, weight_n, decoder)
+        state, graded = filled_up(state, place, target_n, weight_n)
+        given = [*graded, *tensors_of(state)]
+        key = decoder.data_ptr(), *state.past, *(x.shape for x in given)
+        if key not in self._recorded:
+            while len(self._recorded) >= MOST_RECORDED:
+                del self._recorded[next(iter(self._recorded))]
+
+            def compute(place: Tensor, target: Tensor, weight: Tensor, *rest: Tensor) -> Graded:
+                own = with_tensors(state, rest)
+                return descent(lambda: self._above_at(own, place), target, weight, decoder)
+
+            self._recorded[key] = Recorded(compute, *given)
+        loss, choice, gradient = (x.clone() for x in self._recorded[key](*given))
+        return Graded(loss[: len(target_n)], choice[: len(target_n)], gradient)
 
     def write(self, texts: Sequence[list[int]], count: int) -> list[list[int]]:
         """The likeliest `count` tokens that the base would write after each of these texts."""
-        with self.net.using(None):
-            return likeliest(self.net.model, texts, count)
+        return self._continue(None, texts, count)
 
     def answer(self, texts: Sequence[list[int]], count: int) -> list[list[int]]:
         """The same for the model with its lessons."""
-        with self.net.using(self.name):
-            return likeliest(self.net.model, texts, count)
+        return self._continue(self.name, texts, count)
 
     # --- inside
+
+    def _above_at(self, state: Above, place: Tensor) -> Tensor:
+        from attractor.hf.caches import cache_of
+
+        return self._logits(state, place, cache_of(state.past) if state.past else None)
+
+    def _records(self, state: Above) -> bool:
+        """Whether a pass is recorded: where only its tensors differ from those of others, and it is small."""
+        rows, width = state.rows.tokens.shape
+        return (
+            self.repeats
+            and bool(state.rows.given)
+            and rows <= FEW_ROWS
+            and rows * width <= FEW_ROWS * FEW_COLUMNS
+            and not torch.is_autocast_enabled(self.device.type)
+        )
+
+    def _continue(self, name: str | None, texts: Sequence[list[int]], count: int) -> list[list[int]]:
+        with self.net.using(name):
+            if (
+                self.repeats
+                and len(texts) <= FEW_ROWS
+                and max(map(len, texts)) + count <= min(FEW_COLUMNS, self._longest)
+                and self._can_repeat
+            ):
+                return self._continued(name)(texts, count)
+            return likeliest(self.net.model, texts, count)
+
+    def _continued(self, name: str | None) -> Continued:
+        """What goes on with texts, of the layer's tensors where they are now."""
+        held = [*self.layer.parameters(), *self.layer.buffers()] if name else []
+        where = [x.data_ptr() for x in held]
+        if name not in self._going_on or self._going_on[name][0] != where:
+
+            def read(tokens: Tensor, cache: Any, places: Tensor, mask: Tensor, last: Tensor) -> Tensor:
+                row = torch.arange(len(tokens), device=tokens.device)
+                given: dict[str, Any] = {
+                    "position_ids": places,
+                    "attention_mask": mask,
+                    "past_key_values": cache,
+                }
+                with self.net.using(name):
+                    return logits_at(self.net.model, tokens, row, last, use_cache=True, **given)
+
+            self._going_on[name] = where, Continued(read, self._memory, self._like)
+        return self._going_on[name][1]
+
+    @cached_property
+    def _can_repeat(self) -> bool:
+        """Whether texts can be continued in a memory of our own: what is written tells."""
+        from transformers.cache_utils import DynamicCache
+
+        model, texts = self.net.model, [[5, 6, 7, 8], [9, 10, 11]]
+        if "position_ids" not in inspect.signature(model.forward).parameters:
+            return False
+        with torch.no_grad(), self.net.using(None):
+            try:
+                cache = DynamicCache()
+                model(
+                    input_ids=torch.tensor(texts[:1], device=self.device),
+                    past_key_values=cache,
+                    use_cache=True,
+                )
+                shapes = [(layer.keys.shape[1], layer.keys.shape[3]) for layer in cache.layers]
+                self._memory, self._like = shapes, cache.layers[0].keys
+                if len({*shapes, *((x.values.shape[1], x.values.shape[3]) for x in cache.layers)}) != 1:
+                    return False
+                return self._continued(None)(texts, 4) == likeliest(model, texts, 4)
+            except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
+                log.info("lessons take longer: this model's passes are not recorded (%s)", error)
+                return False
 
     @property
     def device(self) -> torch.device:

@@ -17,7 +17,6 @@ inputs from the same tensors each time, and writes its outputs to the same ones.
 - The *patches* are copies in one place (`CopiedPatches`), and each row has the radii of its own version.
 """
 
-import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,10 +27,9 @@ from torch import Tensor, nn
 
 from attractor.continual.calibrate import CLOSED
 from attractor.hf.causal import CausalLM
+from attractor.hf.recorded import record
 from attractor.model import RaggedCache
 from attractor.serve.decode.sequences import Found
-
-log = logging.getLogger("attractor")
 
 LONGEST = 256
 """Tokens of a prompt that are read in one pass of a fixed shape; what is longer is read as it comes."""
@@ -269,27 +267,11 @@ class FixedPasses:
     def _capture(self, one: "_Pass") -> None:
         """Record a pass, after it was run; where that cannot be done, say so and run passes as they are."""
         assert self._side is not None
-        current = torch.cuda.current_stream(self.device)
-        self._side.wait_stream(current)
-        with torch.cuda.stream(self._side):
-            for _ in range(2):  # also what libraries set up when they are first called
-                self._compute(one)
-            graph = torch.cuda.CUDAGraph()
-            try:
-                graph.capture_begin(capture_error_mode="thread_local")  # other threads go on
-                try:
-                    self._compute(one)
-                finally:
-                    graph.capture_end()
-            except Exception:
-                log.exception("a pass could not be recorded as a CUDA graph: kernels are launched one by one")
-                self.captures = False
-            else:
-                one.graph = graph
+        one.graph = record(lambda: self._compute(one), self._side)
         if one.graph is None:
+            self.captures = False
             self._compute(one)
         else:
-            current.wait_stream(self._side)
             one.graph.replay()
 
     def _compute(self, one: "_Pass") -> None:
