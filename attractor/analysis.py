@@ -51,16 +51,19 @@ def multiply_adds(layer: APN | MoE) -> dict[str, int]:
     return {**counts, "total": sum(counts.values())}
 
 
-def dense_multiply_adds(dim: int) -> int:
-    """Multiply-adds per token of the dense FFN this layer replaces; also its parameters, without biases."""
-    return 8 * dim * dim
+def dense_multiply_adds(dim: int, hidden: int | None = None) -> int:
+    """Multiply-adds per token of a dense FFN, of width 4 * dim if no other is given: the one that this layer
+    replaces. Also its parameters, without biases."""
+    return 2 * dim * (hidden or 4 * dim)
 
 
 def model_multiply_adds(model: GPT) -> int:
     """Multiply-adds of a forward pass per token of a full context; attention over the causal half of it."""
     config = model.config
     ffns = sum(
-        multiply_adds(ffn)["total"] if isinstance(ffn, APN | MoE) else dense_multiply_adds(config.dim)
+        multiply_adds(ffn)["total"]
+        if isinstance(ffn, APN | MoE)
+        else dense_multiply_adds(config.dim, config.hidden)
         for ffn in (block.ffn for block in model.blocks)
     )
     attention = config.num_layers * (4 * config.dim**2 + config.context * config.dim)

@@ -263,25 +263,34 @@ def sweep_sizes() -> list[Size]:
     return [*patches, *tokens, *others, *active]
 
 
+def random_tokens(vocab_size: int) -> Dataset:
+    """A text without sense, to time training on."""
+    tokens = np.random.default_rng(0).integers(0, vocab_size, 1 << 20).astype(np.uint16)
+    alphabet = map(chr, range(48, 48 + vocab_size))
+    return Dataset(Path(), {}, tokenizer.train(kind="char", text=alphabet), tokens, tokens[:1000])
+
+
 def measure_train(preset: str, device: torch.device, steps: int) -> dict[str, Any]:
     """Seconds of a training step by the trainer, as it compiles it, on random tokens."""
     config = presets.NAMES[preset]()
-    tokens = np.random.default_rng(0).integers(0, config.model.vocab_size, 1 << 20).astype(np.uint16)
-    alphabet = map(chr, range(48, 48 + config.model.vocab_size))
-    dataset = Dataset(Path(), {}, tokenizer.train(kind="char", text=alphabet), tokens, tokens[:1000])
     with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(config, dataset, Path(folder), device=device)
-        times = []
-        for _ in range(3):
-            for _ in range(10 if device.type == "cuda" else 1):  # compile, record graphs, warm up
-                trainer._train_step()
-            _wait(device)
-            started = time.perf_counter()
-            for _ in range(steps):
-                trainer._train_step()
-            _wait(device)
-            times.append((time.perf_counter() - started) / steps)
-    return {"name": preset, "step": median(times)}
+        trainer = Trainer(config, random_tokens(config.model.vocab_size), Path(folder), device=device)
+        return {"name": preset, "step": step_seconds(trainer, steps)}
+
+
+def step_seconds(trainer: Trainer, steps: int) -> float:
+    """Median time by the clock of a step as this trainer takes it: forward, backward, clipping, AdamW."""
+    times = []
+    for _ in range(3):
+        for _ in range(10 if trainer.device.type == "cuda" else 1):  # compile, record graphs, warm up
+            trainer._train_step()
+        _wait(trainer.device)
+        started = time.perf_counter()
+        for _ in range(steps):
+            trainer._train_step()
+        _wait(trainer.device)
+        times.append((time.perf_counter() - started) / steps)
+    return median(times)
 
 
 def _wait(device: torch.device) -> None:
@@ -289,12 +298,18 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-@torch.no_grad()
 def measure_decode(preset: str, streams: int, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Seconds to append one token to each stream, half a context into the text."""
     torch.manual_seed(0)
     config = replace(presets.NAMES[preset]().model, dropout=0.0)
     model = GPT(config).to(device, dtype).eval()
+    return {"name": preset, "streams": streams, **decode_seconds(model, streams)}
+
+
+@torch.no_grad()
+def decode_seconds(model: GPT, streams: int) -> dict[str, float]:
+    """The same for a model that is there, launched one by one and, on a GPU, as a replayed CUDA graph."""
+    config, device = model.config, model.device
     cache = KVCache(model, streams)
     model(torch.randint(config.vocab_size, (streams, config.context // 2), device=device), cache=cache)
     token, length = torch.randint(config.vocab_size, (streams, 1), device=device), cache.length
@@ -303,7 +318,7 @@ def measure_decode(preset: str, streams: int, device: torch.device, dtype: torch
         cache.length = length
         return model(token, cache=cache)
 
-    row = {"name": preset, "streams": streams, "eager": seconds(step, device, graph=False)}
+    found = {"eager": seconds(step, device, graph=False)}
     if device.type == "cuda":
-        row["graph"] = seconds(step, device, graph=True)
-    return row
+        found["graph"] = seconds(step, device, graph=True)
+    return found

@@ -333,6 +333,8 @@ class GPTConfig(JSONConfig):
     """What stands in the place of the FFN in every block."""
     ffn_start: FFNStartName = "gpt2"
     """How dense FFNs and experts start: with GPT-2's 0.02, or with outputs of unit variance, as APN does."""
+    hidden: int | None = None
+    """The width of dense FFNs; None is 4 * dim."""
     apn: APNConfig = field(default_factory=APNConfig)
     """Settings of APN layers; their `dropout` and `num_layers` are the model's own."""
     moe: MoEConfig = field(default_factory=MoEConfig)
@@ -346,6 +348,8 @@ class GPTConfig(JSONConfig):
         check_probability("dropout", self.dropout)
         check_choice("ffn", self.ffn, get_args(FFNName))
         check_choice("ffn_start", self.ffn_start, get_args(FFNStartName))
+        if self.hidden is not None:
+            check_size("hidden", self.hidden)
         if self.dim % self.num_heads:
             raise ValueError(f"dim={self.dim} must be a multiple of num_heads={self.num_heads}")
         if self.apn.dropout not in (0.0, self.dropout):

@@ -193,13 +193,14 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """The dense FFN with expansion 4: what APN replaces."""
+    """The dense FFN, usually with expansion 4: what APN replaces."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.dropout = config.dropout
-        self.up = nn.Linear(config.dim, 4 * config.dim, bias=config.bias)
-        self.out = nn.Linear(4 * config.dim, config.dim, bias=config.bias)
+        hidden = config.hidden or 4 * config.dim
+        self.up = nn.Linear(config.dim, hidden, bias=config.bias)
+        self.out = nn.Linear(hidden, config.dim, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.dropout(self.out(F.gelu(self.up(x))), self.dropout, self.training)

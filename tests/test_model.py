@@ -355,6 +355,18 @@ def test_a_start_of_unit_variance(ffn):
         dataclasses.replace(config, ffn_start="large")
 
 
+def test_a_dense_ffn_of_another_width():
+    config = GPTConfig(vocab_size=16, context=8, num_layers=2, num_heads=2, dim=8, hidden=48)
+    model, usual = GPT(config), GPT(dataclasses.replace(config, hidden=None))
+    assert model.blocks[0].ffn.up.weight.shape == (48, 8)
+    assert usual.blocks[0].ffn.up.weight.shape == (32, 8)
+    more = analysis.model_multiply_adds(model) - analysis.model_multiply_adds(usual)
+    assert more == model.num_parameters() - usual.num_parameters() == 2 * 2 * 8 * 16
+    assert model(torch.zeros(1, 8, dtype=torch.int64)).shape == (1, 8, 16)
+    with pytest.raises(ValueError, match="hidden=0 must be a positive integer"):
+        dataclasses.replace(config, hidden=0)
+
+
 def test_experts_decay():
     model = GPT(dataclasses.replace(MIXTURE, ffn="moe"))
     decayed, _ = (set(group["params"]) for group in make_optimizer(model, TrainConfig()).param_groups)
