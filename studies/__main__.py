@@ -22,7 +22,19 @@ import tyro
 from attractor import distributed, presets
 from attractor.cli.common import INTERRUPTED, dataset_of, mistakes, progress_bar
 from attractor.config import check_seed
-from studies import anatomy, forgetting, knobs, match, retrofit, sensitivity, shifts, table1, table2
+from studies import (
+    anatomy,
+    equal_time,
+    forgetting,
+    knobs,
+    match,
+    retrofit,
+    sensitivity,
+    shifts,
+    table1,
+    table2,
+    time_cells,
+)
 from studies.cells import Benchmark
 from studies.grid import CellsFailed, GridStopped
 from studies.methods import METHODS
@@ -251,6 +263,57 @@ class Match(Repeated):
 
 
 @dataclass(kw_only=True)
+class Time(Repeated):
+    """The loss of dense, APN, MoE and Switch models against the time of a step, up to a million patches."""
+
+    shapes: tuple[str, ...] = ("default",)
+    """What is compared, by names such as "dense 6d", "apn 4/64 r128", "apn 16/65536 r8 product @3" (in block
+    3 alone), "moe 8/32 h192" or "switch 4 h1536". "default": those of the size; "banks": a million patches
+    and as few beside them."""
+    mixture: tuple[str, ...] = equal_time.MIXTURE
+    """The domains of the mixture."""
+    steps: int | None = None
+    """Steps of every training (default: as many as the size has)."""
+    rates: tuple[float, ...] = ()
+    """Learning rates that the first seed of each shape tries; the best is taken (default: one by kind)."""
+    again: tuple[str, ...] = ()
+    """Shapes to be trained once more, for as many steps as fit into the time of --within."""
+    within: str = "dense 4d"
+    """The shape in whose time that is."""
+    ways: tuple[time_cells.Way, ...] = time_cells.WAYS
+    """How steps are timed: launched one by one, forward and backward of that as a graph, compiled, and
+    compiled with CUDA graphs. Without a GPU only the first."""
+    by: time_cells.Way | None = None
+    """The one that is drawn and decides equal time (default: graphs, or the first there is)."""
+    shift: str | None = None
+    """What shapes of many patches learn by strictly local steps (default: one that is not in MIXTURE)."""
+    local_rate: float = 3e-3
+    """The learning rate of that."""
+    compiled: bool = True
+    """Train with torch.compile on a GPU; shapes with product prototypes are never compiled."""
+    only: Literal["train", "clock"] | None = None
+    """Train or take times alone. What was done is not done again, so that the two can follow each other."""
+
+    def measure(self, bench: Benchmark, result: Path) -> None:
+        known = {"default": equal_time.SHAPES[self.size], "banks": equal_time.BANKS}
+        ask = equal_time.Ask(
+            shapes=[shape for name in self.shapes for shape in known.get(name, (name,))],
+            rates=self.rates,
+            steps=self.steps,
+            again=self.again,
+            within=self.within,
+            by=self.by,
+            ways=self.ways,
+            shift=self.shift,
+            local_rate=self.local_rate,
+            compiled=self.compiled,
+            trains=self.only != "clock",
+            times=self.only != "train",
+        )
+        equal_time.run(bench, result, ask)
+
+
+@dataclass(kw_only=True)
 class Retrofit(Cells):
     """A pretrained model learns a domain: full fine-tune, LoRA, APN beside its FFNs, alone and guarded."""
 
@@ -321,6 +384,7 @@ STUDIES: dict[str, Any] = {
     "knobs": Knobs,
     "anatomy": Anatomy,
     "match": Match,
+    "time": Time,
     "retrofit": Retrofit,
 }
 

@@ -15,7 +15,7 @@ from attractor.config import RunConfig, check_number, check_size
 from attractor.distributed import parse_device
 from attractor.results import write_result
 from attractor.version import __version__
-from studies import adapting, anatomy, harm, knobs, streams
+from studies import adapting, anatomy, harm, knobs, streams, time_cells
 from studies.grid import (
     Inquiry,
     Key,
@@ -25,6 +25,7 @@ from studies.grid import (
     Values,
     Worker,
     ask,
+    ask_each,
     made_again,
     origins,
     run_inquiries,
@@ -51,6 +52,8 @@ WORK: dict[str, Callable[[Settings, Path], Values]] = {
     "speed": harm.speed,
     "knob": knobs.learn,
     "anatomy": anatomy.examine,
+    "quality": time_cells.quality,
+    "clock": time_cells.clock,
 }
 
 Cells = dict[str, Settings]
@@ -112,7 +115,15 @@ class Benchmark:
         """The values of all cells, computed now where they are not there yet. GridStopped: out of time."""
         return self.answer({"": ask(cells)})[""]
 
-    def answer(self, inquiries: Mapping[Key, Inquiry[T]]) -> dict[Key, T]:
+    def alone(self, cells: Mapping[Key, Cells]) -> dict[Key, Values]:
+        """What one cell for each key came to, computed in this process while no other one is at work."""
+        while self.idle:  # what they hold of a GPU's memory may be needed
+            worker = self.idle.pop()
+            worker.line.close()
+            worker.process.join()
+        return self.answer({"": ask_each(cells)}, jobs=1)[""]
+
+    def answer(self, inquiries: Mapping[Key, Inquiry[T]], jobs: int | None = None) -> dict[Key, T]:
         """What each inquiry returns; none waits for another."""
         late = None if self.minutes is None else self.started + 60 * self.minutes
 
@@ -125,7 +136,7 @@ class Benchmark:
                 inquiries,
                 work,
                 self.folder,
-                jobs=self.jobs,
+                jobs=jobs or self.jobs,
                 report=report,
                 stop=lambda: late is not None and time.monotonic() >= late,
                 idle=self.idle,
@@ -206,6 +217,29 @@ class Benchmark:
         base = f"{name}-{tokenizer}-{'-'.join(members)}-{seed}"
         settings = {"members": list(members), "tokenizer": tokenizer, "config": config.to_dict()}
         return {f"train-{base}": self._cell("train", members, base=base, passes=passes, **settings)}
+
+    def quality(
+        self,
+        name: str,
+        config: RunConfig,
+        members: Sequence[str],
+        seed: int,
+        passes: int,
+        local: Mapping[str, Any] | None = None,
+    ) -> Cells:
+        """A shape, trained to its last step; `local` is the shift that it learns then, and the rate."""
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, seed=seed))
+        train = config.train
+        settings = {"members": list(members), "config": config.to_dict(), "passes": passes}
+        texts = [*members, *([] if local is None else [local["shift"]])]
+        cell = self._cell("quality", texts, **settings, local=None if local is None else dict(local))
+        label = f"{slug(name)}-{train.learning_rate:g}-{train.max_steps}-{'-'.join(members)}-{seed}"
+        return {f"quality-{label}": cell}
+
+    def clock(self, name: str, config: RunConfig, ways: Sequence[str], steps: int) -> Cells:
+        """How long a step of a shape takes, in the mean of so many, and a decoded token."""
+        cell = self._cell("clock", [], config=config.to_dict(), ways=list(ways), steps=steps)
+        return {f"clock-{slug(name)}": cell}
 
     def stream(
         self, method: str, order: Sequence[str], seed: int, rate: float, horizon: int | None = None

@@ -197,8 +197,11 @@ def scatter(
     y_title: str,
     title: str,
     spreads: Mapping[str, tuple[float, float]] | None = None,
+    joined: str = "",
 ) -> str:
     """Named points, one for each model, and from where to where its seeds go, if there are several.
+
+    Those of the group `joined` are a line.
 
     Models called "option=value" share the look of their option; the value stands beside the point where there
     is room.
@@ -212,6 +215,8 @@ def scatter(
         look = Look(f"C{number % 10}", MARKERS[number % len(MARKERS)])
         handles.append(_handle(group, look, True))
         members = [point for name, point in found.items() if name.partition("=")[0] == group]
+        if group == joined:
+            axes.plot(*zip(*sorted(members), strict=True), "-", color=look.colour, linewidth=0.9)
         axes.plot(*zip(*members, strict=True), look.marker, color=look.colour, markersize=6.5, alpha=0.9)
     for name, ends in (spreads or {}).items():
         axes.plot([points[name][0]] * 2, ends, color="black", linewidth=0.8)

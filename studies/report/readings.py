@@ -18,6 +18,7 @@ STUDIES = {
     "knobs": "What the knobs of learning from a stream do",
     "anatomy": "What patches are for",
     "match": "Models of like size on several texts",
+    "time": "Models at equal time",
     "retrofit": "A pretrained model learns a domain",
     "facts": "A pretrained model is taught facts",
     "trivia": "A pretrained model is taught questions of TriviaQA",

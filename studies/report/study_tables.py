@@ -5,7 +5,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from studies.report import bench_tables, charts, lesson_tables
+from studies.report import bench_tables, charts, lesson_tables, time_tables
 from studies.report.readings import FACT_METHODS, Result, bench_of
 from studies.report.tables import MISSING, Cell, Column, Table, count, name, number, size, spread, text
 from studies.table2 import verdict
@@ -379,6 +379,7 @@ TABLES: dict[str, Callable[[Result], list[Table]]] = {
     "knobs": knobs,
     "anatomy": anatomy,
     "match": match,
+    "time": time_tables.tables,
     "retrofit": retrofit,
     "facts": facts,
     "trivia": lesson_tables.trivia,
@@ -392,5 +393,6 @@ CHARTS: dict[str, Callable[[Result], dict[str, str]]] = {
     "sensitivity": sensitivity_charts,
     "knobs": knobs_charts,
     "match": match_charts,
+    "time": time_tables.drawn,
 }
 """Study -> the charts that go with its table, by their titles."""
