@@ -234,12 +234,14 @@ class Benchmark:
         texts = [*members, *([] if local is None else [local["shift"]])]
         cell = self._cell("quality", texts, **settings, local=None if local is None else dict(local))
         label = f"{slug(name)}-{train.learning_rate:g}-{train.max_steps}-{'-'.join(members)}-{seed}"
+        label += "-eager" if train.compile is False else ""
+        label += "" if local is None else f"-then-{local['shift']}-{local['rate']:g}"
         return {f"quality-{label}": cell}
 
-    def clock(self, name: str, config: RunConfig, ways: Sequence[str], steps: int) -> Cells:
-        """How long a step of a shape takes, in the mean of so many, and a decoded token."""
-        cell = self._cell("clock", [], config=config.to_dict(), ways=list(ways), steps=steps)
-        return {f"clock-{slug(name)}": cell}
+    def clock(self, name: str, config: RunConfig, way: str, steps: int) -> Cells:
+        """How long a step of a shape takes in this way, in the mean of so many; or ("decode") a token."""
+        cell = self._cell("clock", [], config=config.to_dict(), way=way, steps=steps)
+        return {f"clock-{slug(name)}-{way}": cell}
 
     def stream(
         self, method: str, order: Sequence[str], seed: int, rate: float, horizon: int | None = None

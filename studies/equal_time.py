@@ -233,12 +233,14 @@ def run(bench: Benchmark, result: Path, ask: Ask | None = None) -> dict[str, Any
     done = bench.answer({name: learned(name) for name in configs}) if ask.trains else {}
     best = {name: choice for name, (choice, _) in done.items()}
     trained = {name: cells for name, (_, cells) in done.items()}
-    times: dict[str, Values] = {}
+    taken: dict[tuple[str, str], Values] = {}
     if ask.times:
         few = 20 if on_gpu else 3
         timed = {name: data.of(config, 1e-4, 1000) for name, config in configs.items()}
-        times = bench.alone({name: bench.clock(name, config, ways, few) for name, config in timed.items()})
-    rows = {name: _row(trained.get(name, []), times.get(name, {}), best.get(name)) for name in configs}
+        asked = [(name, way) for way in (*ways, "decode") for name in timed]  # neighbours are compared
+        taken = bench.alone({(name, way): bench.clock(name, timed[name], way, few) for name, way in asked})
+    times = {name: {way: cell for (own, way), cell in taken.items() if own == name} for name in configs}
+    rows = {name: _row(trained.get(name, []), times[name], best.get(name)) for name in configs}
     found = {
         "by": by,
         "ways": ways,
@@ -261,14 +263,15 @@ def _trained(config: RunConfig, compiled: bool) -> RunConfig:
     return dataclasses.replace(config, train=dataclasses.replace(train, warmup_steps=warmup, compile=compile))
 
 
-def _row(cells: Sequence[Values], times: Values, choice: Mapping[str, Any] | None) -> dict[str, Any]:
+def _row(
+    cells: Sequence[Values], times: Mapping[str, Values], choice: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """A shape in the result: what it predicts by seed, what it takes, how its patches are used."""
-    own = times or {"decode": {}, "errors": {}}
     row: dict[str, Any] = {
         "val_loss": [cell["val_loss"] for cell in cells],
-        "times": {way: own.get(way) for way in WAYS},
-        "decode": own["decode"],
-        "errors": own["errors"],
+        "times": {way: times[way]["seconds"] if way in times else None for way in WAYS},
+        "decode": (times["decode"]["seconds"] or {}) if times else {},
+        "errors": {way: cell["error"] for way, cell in times.items() if cell["error"]},
     }
     if cells and choice is not None:
         keys = ("parameters", "multiply_adds_per_token", "steps", "capped", "config")
@@ -291,11 +294,14 @@ def _again(
 ) -> dict[str, Any]:
     """Those asked for, in the time of one of them: what each predicts with as many steps as fit into it."""
     allowed = steps_within(rows, by, ask.within, steps)
-    found: dict[str, list[Values]] = {name: [] for name in ask.again if name in allowed}
-    for seed in range(bench.plan.seeds):
-        cells = {name: train(name, seed, best[name]["rate"], allowed[name]) for name in found}
-        for name, cell in bench.answer({"": ask_each(cells)})[""].items():
-            found[name].append(cell)
+    named = [name for name in ask.again if name in allowed]
+    cells = {
+        (name, seed): train(name, seed, best[name]["rate"], allowed[name])
+        for seed in range(bench.plan.seeds)
+        for name in named
+    }
+    done = bench.answer({"": ask_each(cells)})[""]
+    found = {name: [done[name, seed] for seed in range(bench.plan.seeds)] for name in named}
     again = {
         name: {key: cells[0][key] for key in ("steps", "capped")}
         | {"val_loss": [cell["val_loss"] for cell in cells]}

@@ -15,8 +15,7 @@ import gc
 import math
 import re
 import tempfile
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -27,7 +26,7 @@ from torch.nn import functional as F
 
 from attractor import analysis, bench, monitor, presets
 from attractor.config import APNConfig, MoEConfig, RunConfig
-from attractor.data import Batches
+from attractor.data import Batches, Dataset
 from attractor.evaluate import autocast, evaluate, routing
 from attractor.lm import mode
 from attractor.loop import Loop, descend, move_rows
@@ -84,10 +83,15 @@ def is_bank(name: str) -> bool:
     return "product" in name or "@" in name
 
 
-def make_trainer(config: RunConfig, dataset: Any, folder: Path, device: torch.device) -> Trainer:
+def make_trainer(config: RunConfig, dataset: Dataset, folder: Path, device: torch.device) -> Trainer:
     """A trainer whose model starts where it will be: a million patches are drawn slowly on a CPU."""
-    with device:
-        return Trainer(config, dataset, folder, device=device)
+    compiles = config.train.compile or (config.train.compile is None and device.type == "cuda")
+    later = dataclasses.replace(config, train=dataclasses.replace(config.train, compile=False))
+    with device:  # tensors are made there; a compiler need not know
+        trainer = Trainer(later, dataset, folder, device=device)
+    if compiles:
+        compile_as(trainer, "graphs" if device.type == "cuda" else "compiled")
+    return trainer
 
 
 def quality(settings: Settings, folder: Path) -> Values:
@@ -243,42 +247,37 @@ def only_rows(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def clock(settings: Settings, folder: Path) -> Values:
-    """How long a training step of a shape takes in each way, and a decoded token; nothing else may run.
+    """How long a training step of a shape takes in one way, or a decoded token; nothing else may run.
 
-    A way that fails has no time, and `errors` says why.
+    A way that fails has no time, and `error` says why.
     """
-    device = device_of(settings)
+    try:
+        return {"seconds": _timed(settings), "error": None}
+    except Exception as error:
+        return {"seconds": None, "error": f"{type(error).__name__}: {error}"[:400]}
+    finally:
+        let_go(device_of(settings))
+
+
+def _timed(settings: Settings) -> Any:
     config = RunConfig.from_dict(settings["config"])
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, compile=False))
-    found: Values = {"errors": {}, "decode": {}}
+    dataset = bench.random_tokens(config.model.vocab_size)
     with tempfile.TemporaryDirectory() as place:
-        dataset = bench.random_tokens(config.model.vocab_size)
-        trainer = make_trainer(config, dataset, Path(place), device)
-        for way in settings["ways"]:
-            attempt(found, way, partial(step_time, trainer, way, settings["steps"]), found["errors"])
-        model = trainer.model
-        del trainer
-        let_go(device)
-        torch.compiler.reset()
-        model = model.to(torch.bfloat16 if device.type == "cuda" else torch.float32).eval()
-        for streams in STREAMS:
-            measure = partial(bench.decode_seconds, model, streams)
-            attempt(found["decode"], str(streams), measure, found["errors"])
-    del model
-    let_go(device)
-    return found
+        trainer = make_trainer(config, dataset, Path(place), device_of(settings))
+        if settings["way"] == "decode":
+            return token_times(trainer.model)
+        return step_time(trainer, settings["way"], settings["steps"])
 
 
-def attempt(found: Values, name: str, measure: Callable[[], Any], errors: dict[str, str]) -> None:
-    try:
-        found[name] = measure()
-    except Exception as error:
-        found[name], errors[name] = None, f"{type(error).__name__}: {error}"[:400]
+def token_times(model: GPT) -> dict[str, dict[str, float]]:
+    """Seconds of a token for one stream and for several, by how it is launched."""
+    model = model.to(torch.bfloat16 if model.device.type == "cuda" else torch.float32).eval()
+    return {str(streams): bench.decode_seconds(model, streams) for streams in STREAMS}
 
 
 def step_time(trainer: Trainer, way: str, steps: int) -> float:
-    """Seconds of a step in this way; see `WAYS`."""
-    trainer.compiled = trainer.spread
+    """Seconds of a step in this way; see `WAYS`. The trainer is one that compiles nothing."""
     if way == "pass":
         inputs, targets = (part.to(trainer.device) for part in next(trainer.batches))
         parameters = list(trainer.model.parameters())
@@ -291,7 +290,12 @@ def step_time(trainer: Trainer, way: str, steps: int) -> float:
 
         return bench.seconds(both, trainer.device, graph=trainer.device.type == "cuda")
     if way != "eager":
-        torch.compiler.reset()
-        kind = "reduce-overhead" if way == "graphs" else "default"
-        trainer.compiled = torch.compile(trainer.spread, mode=kind)
+        compile_as(trainer, way)
     return bench.step_seconds(trainer, steps)
+
+
+def compile_as(trainer: Trainer, way: str) -> None:
+    """From now on this trainer takes steps that are "compiled" or, with CUDA graphs, "graphs"."""
+    torch.compiler.reset()  # of one function it keeps eight models; further ones would run slowly
+    mode = "reduce-overhead" if way == "graphs" else "default"
+    trainer.compiled = torch.compile(trainer.spread, mode=mode)

@@ -138,12 +138,26 @@ def test_a_dense_gradient_becomes_rows():
     assert torch.equal(parameter.grad.to_dense(), dense)
 
 
-def test_a_way_that_fails_says_why():
-    found, errors = {}, {}
-    time_cells.attempt(found, "good", lambda: 1.0, errors)
-    time_cells.attempt(found, "bad", lambda: 1 / 0, errors)
-    assert found == {"good": 1.0, "bad": None}
-    assert errors == {"bad": "ZeroDivisionError: division by zero"}
+def test_a_way_that_fails_says_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(time_cells, "step_time", lambda trainer, way, steps: 1 / 0 if way == "pass" else 1.0)
+    config = time_cells.shape("dense 2d", PLANS["smoke"].config("dense", 0)).to_dict()
+    cell = {"device": "cpu", "config": config, "steps": 1}
+    assert time_cells.clock(cell | {"way": "eager"}, tmp_path) == {"seconds": 1.0, "error": None}
+    told = time_cells.clock(cell | {"way": "pass"}, tmp_path)
+    assert told == {"seconds": None, "error": "ZeroDivisionError: division by zero"}
+
+
+@pytest.mark.parametrize("name", ["dense 2d", "apn 2/16 r4 product", "moe 2/4 h16"])
+def test_forward_and_backward_are_timed_without_a_step(name, tmp_path, monkeypatch):
+    """Which a graph could not hold, where gradients have rows."""
+    ran = []
+    monkeypatch.setattr(time_cells.bench, "seconds", lambda run, device, graph: ran.append(run()) or 0.25)
+    config = time_cells.shape(name, PLANS["smoke"].config("dense", 0)).to_dict()
+    cell = {"device": "cpu", "config": config, "steps": 1, "way": "pass"}
+    assert time_cells.clock(cell, tmp_path) == {"seconds": 0.25, "error": None}
+    (gradients,) = ran
+    assert None not in gradients
+    assert any(gradient.is_sparse for gradient in gradients) == ("product" in name)
 
 
 def test_the_study(texts, tiny_plan, tmp_path, monkeypatch):
