@@ -294,7 +294,11 @@ class APN(nn.Module):
         self._check_input(x)
         tokens = self._prepare(x)
         output = self._compute(tokens, self._banks(), self.radius, self.backend)
-        update = F.dropout(output.update, self.config.dropout, self.training).reshape(*x.shape[:-1], self.dim)
+        update = output.update
+        if self.config.dropout:
+            update = F.dropout(update, self.config.dropout, self.training)
+        if x.dim() != 2:
+            update = update.reshape(*x.shape[:-1], self.dim)
         if not return_stats:
             return update
         leading = x.shape[:-1]
@@ -516,7 +520,7 @@ class APN(nn.Module):
 
     def _prepare(self, x: Tensor) -> Tensor:
         """The tokens (n, dim) that router and encoder read."""
-        tokens = x.reshape(-1, self.read_dim)
+        tokens = x if x.dim() == 2 else x.reshape(-1, self.read_dim)
         if self.norm is not None:
             tokens = self._normalize(tokens, self.norm)
         if self.whitening is None or self.whitening_shift is None:

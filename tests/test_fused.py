@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounter
 
 from attractor import APN, ops
 from attractor.ops import fused, launch, product
+from attractor.ops.replay import Replayed
 
 pytestmark = [needs_triton, pytest.mark.filterwarnings("ignore:.*Triton.*:UserWarning")]
 ON_GPU = torch.cuda.is_available()
@@ -28,6 +29,8 @@ def few_are_fewer(monkeypatch):
     monkeypatch.setattr(fused, "FEW_TOKENS", FEW_TOKENS)
     monkeypatch.setattr(fused, "FEW_PATCHES", FEW_PATCHES)
     monkeypatch.setattr(product, "FEW_TOKENS", FEW_TOKENS)
+    for replayed in Replayed.every:  # what a test replaces is not in a tape of before
+        replayed.tapes.clear()
 
 
 def relative_rms(got: torch.Tensor, exact: torch.Tensor) -> float:
@@ -201,8 +204,8 @@ def test_operators_are_well_behaved():
     )
     scalar = (z, P, V, None, b[:, :1].contiguous(), U, None, torch.zeros(5, device=DEVICE))  # and basins
     torch.library.opcheck(operators.fused.default, (*scalar, *options, False), test_utils=checks)
-    _, idx, w, _, *saved = fused._fused(z, P, V, a, b, U, None, None, *options, True)
-    arguments = (torch.randn_like(z), None, None, z, P, V, a, b, U, idx, w, *saved, *options[1:4], False)
+    _, idx, w, _, saved = fused._fused(z, P, V, a, b, U, None, None, *options, True)
+    arguments = (torch.randn_like(z), None, None, z, P, V, a, b, U, idx, w, saved, *options[1:4], False)
     for wants in ([True] * 5, [False, False, False, True, False], [False, True, False, False, True]):
         torch.library.opcheck(operators.fused_backward.default, (*arguments, wants), test_utils=checks)
     code = torch.randn(9, 2, 3, device=DEVICE)

@@ -9,9 +9,10 @@ in the order of their patches and the tiles they are cut into. Shape suffixes as
 """
 
 import importlib.util
+import math
 import os
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,17 +55,19 @@ def fused(
     cosine: bool,
     dtype: torch.dtype,
     backward: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """update, indices, weights, confidence; then what the backward pass needs (empty if there is none)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """update, indices, weights, confidence; then what the backward pass needs beside them (`Saved`)."""
     from attractor.ops import kernels
 
     (n, d), (K, r) = z_nd.shape, (P_Kd.shape[0], V_dr.shape[1])
     shape = Shape(n, d, K, top_k, r, dtype)
     device = z_nd.device
     outputs = _empty_outputs(z_nd, P_Kd, V_dr, top_k, dtype, backward)
-    update_nd, idx_nk, w_nk, confidence_n, s_nk, u_nr, inverse_z_n, inverse_p_K, order, numbers = outputs
+    update_nd, idx_nk, w_nk, confidence_n, saved = outputs
     if n == 0:
         return outputs
+    whole = saved if backward else torch.empty(Saved.count(shape), device=device)
+    s_nk, u_nr, inverse_z_n, inverse_p_K, *plan_of_pairs = Saved.cut(whole, shape)
     if not backward and n <= FEW_TOKENS and K <= FEW_PATCHES and keep_nk is None:
         scores_nK = torch.empty(n, K, device=device)
         blocks = shape.blocks("few_scores")
@@ -136,18 +139,45 @@ def fused(
         **shape.dots(),
         **blocks,
     )
-    plan = Plan(order, numbers) if backward else Plan.empty(shape, device)
+    plan = Plan(*plan_of_pairs)
     plan.make(shape, idx_nk, histogram)
     known_n = None if radius_K is None else confidence_n
     launch.decode(shape, plan, u_nr, w_nk, a_Kr, b_Kr, U_Krd, idx_nk, known_n, update_nd, scale)
     return outputs
 
 
+class Saved(NamedTuple):
+    """What the backward pass reads, in one tensor: to allocate six takes as long as to launch a kernel."""
+
+    s_nk: Tensor
+    u_nr: Tensor
+    inverse_z_n: Tensor
+    inverse_p_K: Tensor
+    order: Tensor
+    numbers: Tensor
+
+    @staticmethod
+    def sizes(shape: Shape) -> list[tuple[int, ...]]:
+        n, k, K = shape.n, shape.k, shape.K
+        return [(n, k), (n, shape.r), (n,), (K,), *((size,) for size in Plan.sizes(shape))]
+
+    @classmethod
+    def count(cls, shape: Shape) -> int:
+        return sum(launch.aligned(math.prod(size)) for size in cls.sizes(shape))
+
+    @classmethod
+    def cut(cls, whole: Tensor, shape: Shape) -> "Saved":
+        parts, start = [], 0
+        for size in cls.sizes(shape):
+            parts.append(whole[start : start + math.prod(size)].view(size))
+            start += launch.aligned(math.prod(size))
+        return cls(*parts[:4], *(part.view(torch.int32) for part in parts[4:]))
+
+
 def _empty_outputs(
     z_nd: Tensor, P_Kd: Tensor, V_dr: Tensor, top_k: int, dtype: torch.dtype, backward: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     (n, d), (K, r) = z_nd.shape, (P_Kd.shape[0], V_dr.shape[1])
-    plan = Plan.empty(Shape(n if backward else 0, d, K, top_k, r, dtype), z_nd.device)
 
     def new(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(sizes, dtype=dtype, device=z_nd.device)
@@ -157,12 +187,7 @@ def _empty_outputs(
         new(n, top_k, dtype=torch.int32),
         new(n, top_k),
         new(n),
-        new(n, top_k),
-        new(n, r),
-        new(n),
-        new(K),
-        plan.order,
-        plan.numbers,
+        new(Saved.count(Shape(n, d, K, top_k, r, dtype)) if backward else 0),
     )
 
 
@@ -181,12 +206,7 @@ def fused_backward(
     U_Krd: Tensor,
     idx_nk: Tensor,
     w_nk: Tensor,
-    s_nk: Tensor,
-    u_nr: Tensor,
-    inverse_z_n: Tensor,
-    inverse_p_K: Tensor,
-    order: Tensor,
-    numbers: Tensor,
+    saved: Tensor,
     temperature: float,
     scale: float,
     cosine: bool,
@@ -206,7 +226,8 @@ def fused_backward(
         return [x.zero_() for x in _empty_gradients(z_nd, P_Kd, V_dr, a_Kr, b_Kr, U_Krd, wants)]
     wants_z, wants_P, wants_V, wants_U, wants_gates = wants
     past_decoders = wants_z or wants_P or wants_V
-    plan, pairs = Plan(order, numbers), (grad_nd, u_nr, w_nk, a_Kr, b_Kr, U_Krd, scale)
+    s_nk, u_nr, inverse_z_n, inverse_p_K, *plan_of_pairs = Saved.cut(saved, shape)
+    plan, pairs = Plan(*plan_of_pairs), (grad_nd, u_nr, w_nk, a_Kr, b_Kr, U_Krd, scale)
     grads = launch.decode_backward(shape, plan, *pairs, whole=past_decoders or wants_gates)
     grad_z_nd = grad_P_Kd = grad_V_dr = grad_U_Krd = grad_b_Kr = grad_a_Kr = None
     routing: tuple[Tensor, ...] = ()
@@ -307,11 +328,11 @@ class _Fused(torch.autograd.Function):
         dtype: torch.dtype,
         backward: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        update, idx, w, confidence, *rest = _fused(
+        update, idx, w, confidence, rest = _fused(
             z, P, V, a, b, U, keep, radius, top_k, temperature, scale, cosine, dtype, backward
         )
         if backward:
-            ctx.save_for_backward(z, P, V, a, b, U, keep, radius, idx, w, *rest)
+            ctx.save_for_backward(z, P, V, a, b, U, keep, radius, idx, w, rest)
         ctx.options = (top_k, temperature, scale, cosine)
         ctx.mark_non_differentiable(idx, *([] if radius is None else [confidence]))
         ctx.set_materialize_grads(False)

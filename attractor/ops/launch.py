@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attractor.ops.replay import Replayed
+
 SEGMENT, LONG_SEGMENT = 512, 2048
 """Pairs of one patch that one program adds up for the patch's gradients: more where patches are `busy`."""
 SPAN = 64
@@ -46,6 +48,11 @@ def power(number: int, least: int = 1) -> int:
     return max(least, 1 << (number - 1).bit_length())
 
 
+def aligned(count: int) -> int:
+    """Numbers of 4 bytes, with those that lie unused before the next tensor in the same memory."""
+    return -(-count // 64) * 64
+
+
 def _on_its_device(run: Callable[..., Any]) -> Callable[..., Any]:
     """Triton launches on the current device, whatever device its tensors are on."""
 
@@ -75,11 +82,15 @@ def operator(run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[...,
     torch.library.register_fake(name, lambda *given: fake(*(given[place] for place in places)))
     registered = getattr(torch.ops.attractor, run.__name__).default
 
+    replayed = Replayed(run, torch.get_float32_matmul_precision)
+
     def call(first: Tensor, *rest: Any) -> Any:
         watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
         if watched or type(first) not in (Tensor, torch.nn.Parameter) or not first.is_cuda:
             return registered(first, *rest)
-        return on_gpu(first, *rest)
+        if TRIED or first.get_device() != torch.cuda.current_device():
+            return on_gpu(first, *rest)
+        return replayed(first, *rest)
 
     return call
 
@@ -246,9 +257,11 @@ class Plan(NamedTuple):
 
     @classmethod
     def empty(cls, shape: Shape, device: torch.device) -> "Plan":
-        size = 5 * shape.K + 2 + shape.most_segments + shape.most_tiles
-        order = torch.empty(shape.n * shape.k, dtype=torch.int32, device=device)
-        return cls(order, torch.empty(size, dtype=torch.int32, device=device))
+        return cls(*(torch.empty(size, dtype=torch.int32, device=device) for size in cls.sizes(shape)))
+
+    @staticmethod
+    def sizes(shape: Shape) -> tuple[int, int]:
+        return shape.n * shape.k, 5 * shape.K + 2 + shape.most_segments + shape.most_tiles
 
     def make(self, shape: Shape, idx_nk: Tensor, histogram: Tensor) -> None:
         from attractor.ops import kernels

@@ -7,6 +7,8 @@ import torch
 import triton
 from torch import Tensor
 
+from attractor.ops.replay import recorder
+
 ONES = ((1, 1, 1), (1, 1), (1,), ())
 """What a grid of so many axes lacks."""
 
@@ -51,11 +53,14 @@ class Quick:
             rest = [constants[name] for name in self.kernel.arg_names[len(given) :]]
             # no metadata for hooks, and no hooks; the whole kernel, as what nothing holds is unloaded
             how = (compiled.function, compiled.packed_metadata, None, None, None)
-            self.launches[kind] = (compiled.run, how, rest, compiled)
-            return
-        run, how, rest, _ = found
-        stream = triton.runtime.driver.active.get_current_stream(device)
-        run(*grid, *ONES[len(grid)], stream, *how, *values, *rest)
+            found = self.launches[kind] = (compiled.run, how, rest, compiled)
+        else:
+            run, how, rest, _ = found
+            stream = triton.runtime.driver.active.get_current_stream(device)
+            run(*grid, *ONES[len(grid)], stream, *how, *values, *rest)
+        if seen := recorder():
+            run, how, rest, _ = found
+            seen.launches.append((run, (*grid, *ONES[len(grid)]), how, (*given, *rest)))
 
 
 def quick(kernel: Any) -> Any:
