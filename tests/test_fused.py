@@ -111,6 +111,34 @@ def test_odd_sizes(sizes, dtype, dense, monkeypatch):
 
 
 @every_dtype
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_few_rounds_choose_the_same(top_k, dtype, monkeypatch):
+    """Of patches in parts, with scores that are equal."""
+    layer = layer_of(dtype, dim=16, num_patches=90, top_k=top_k, rank=4, backend="triton")
+    with torch.no_grad():
+        layer.prototypes.copy_(layer.prototypes[:30].sign().repeat(3, 1))
+    x = tokens_of(layer, FEW_TOKENS + 9).sign().requires_grad_()
+    x.data[3, 0] = torch.nan
+    results = []
+    for skip in (0, 1):
+        monkeypatch.setitem(launch.TRIED, "route", {"BK": 16, "SKIP": skip})
+        update, stats = layer(x, return_stats=True)
+        results.append((update.nan_to_num(), stats.indices, stats.weights))
+    assert all(torch.equal(old, new) for old, new in zip(*results, strict=True))
+
+
+@every_dtype
+@pytest.mark.parametrize("gate", ["vector", "scalar"])
+def test_gates_apart(gate, dtype, monkeypatch):
+    """As where codes are wide and many; with patches of more than a segment, and of none."""
+    for kernel, sizes in {"gate_backward": {"BR": 16}, "pair_products": {"BM": 16, "num_warps": 4}}.items():
+        monkeypatch.setitem(launch.TRIED, kernel, sizes)
+    monkeypatch.setattr(launch, "SEGMENT", 64)
+    layer = layer_of(dtype, dim=24, num_patches=12, top_k=2, rank=8, gate=gate, temperature=0.05)
+    assert_matches(layer, tokens_of(layer, 1400 if ON_GPU else 225))
+
+
+@every_dtype
 @pytest.mark.parametrize("pattern", ["all to one", "zipf"])
 def test_crowded_patches(pattern, dtype, monkeypatch):
     """Patches with many segments next to patches with none."""

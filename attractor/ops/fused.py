@@ -106,9 +106,7 @@ def fused(
     float32 = torch.float32 in (z_nd.dtype, P_Kd.dtype)
     exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     split = float32 and not (exact and z_nd.dtype == P_Kd.dtype)
-    blocks = shape.blocks("route") | (
-        {"BD": min(32, launch.power(d, 16)), "num_stages": 2} if float32 else {}
-    )
+    blocks = {"SKIP": 0} | shape.blocks("route", not float32)
     blocks["BK"] = min(blocks["BK"], launch.power(K, 16))
     launch.lengths(z_nd, P_Kd, inverse_z_n, inverse_p_K, histogram)
     kernels.route[(-(-n // blocks["BN"]),)](

@@ -173,6 +173,11 @@ class Shape(NamedTuple):
         return self.K <= DENSE_PATCHES and self.dtype in DENSE_TYPES
 
     @property
+    def apart(self) -> bool:
+        """Whether the gradients of gates are a kernel of their own."""
+        return "gate_backward" in TRIED
+
+    @property
     def most_tiles(self) -> int:
         return -(-self.n * self.k // self.tile) + min(self.K, self.n * self.k)
 
@@ -220,6 +225,8 @@ class Shape(NamedTuple):
             "few_scores": {"BK": max(2, min(32, 16384 // power(self.d))), "num_warps": 4},
             "few_tokens": {"BD": 64, "num_warps": 4},
             "decode_backward": {"BD": 64, "num_warps": 4 if small else 8, "num_stages": 4 if small else 3},
+            "pair_products": {"BM": 128, "BD": 64, "num_warps": 8, "num_stages": 3},
+            "gate_backward": {"BR": min(self.tile, 32), "num_warps": 4},
             "token_backward": {"BN": 16, "BD": 128 >> narrow, "num_warps": 4, "num_stages": 2},
             "bank_backward": {"BM": 64, "BD": 128, "num_warps": 4, "num_stages": 3},
             "token_products": {"BN": 64, "BD": 128, "num_warps": 4, "num_stages": 3},
@@ -231,6 +238,8 @@ class Shape(NamedTuple):
         if "num_stages" in chosen and (little or crowded > 1):
             smaller = {name: max(16, chosen[name] // crowded) for name in ("BD", "BN") if name in chosen}
             chosen = chosen | smaller | {"num_stages": 2}
+        if kernel == "route" and not usual:  # float32 tiles, and two bfloat16 ones of each
+            chosen = chosen | {"BD": 32, "num_stages": 2}
         if usual and not little:
             chosen = chosen | self._measured_blocks(kernel)
         return chosen | {"BD": min(chosen["BD"], power(self.d, 16))} if "BD" in chosen else chosen
@@ -420,6 +429,39 @@ def decode_backward(
         new(pairs, shape.r, dtype=shape.dtype) if kind else u,
     )
     if not whole and not kind:
+        return grads
+    if kind and whole and shape.apart:
+        blocks = shape.blocks("pair_products")
+        kernels.pair_products[(-(-shape.segment // blocks["BM"]), shape.most_segments)](
+            grad_nd,
+            U_Krd,
+            *plan,
+            grads.codes,
+            scale,
+            K=shape.K,
+            k=shape.k,
+            SEGMENT=shape.segment,
+            **shape.sizes(),
+            **shape.dots(),
+            **blocks,
+        )
+        kernels.gate_backward[(tiles,)](
+            u,
+            w,
+            a,
+            b,
+            *plan,
+            grads.codes,
+            *grads[:4],
+            shape.most_segments,
+            K=shape.K,
+            R=shape.r,
+            R_P=power(shape.r, 16),
+            k=shape.k,
+            BM=shape.tile,
+            GATE=kind,
+            **shape.blocks("gate_backward"),
+        )
         return grads
     kernels.decode_backward[(tiles,)](
         grad_nd,

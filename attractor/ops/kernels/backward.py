@@ -98,6 +98,122 @@ def decode_backward(
 
 @quick
 @triton.jit
+def pair_products(
+    grad,
+    U,
+    order,
+    plan,
+    products,
+    scale,
+    D: tl.constexpr,
+    K: tl.constexpr,
+    R: tl.constexpr,
+    R_P: tl.constexpr,
+    k: tl.constexpr,
+    BM: tl.constexpr,
+    BD: tl.constexpr,
+    SEGMENT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Gradient of phi, before the weight, of BM pairs of a segment, in the order of the patches.
+
+    With `gate_backward` it does what `decode_backward` does alone, whose registers do not suffice where
+    codes are wide: here are products, and there numbers one by one.
+    """
+    segment = tl.program_id(1)
+    if segment < tl.load(plan + COUNTS * K + 1):
+        patch = tl.load(plan + COUNTS * K + 2 + segment).to(tl.int64)
+        total = tl.load(plan + TOTALS * K + patch)
+        number = segment - tl.load(plan + SEGMENTS * K + patch)
+        first = number * SEGMENT + tl.program_id(0) * BM
+        if first < total:
+            ranks = first + tl.arange(0, BM)
+            is_pair = ranks < total
+            places = (tl.load(plan + PAIRS * K + patch) + ranks).to(tl.int64)
+            token = tl.load(order + places, mask=is_pair, other=0).to(tl.int64) // k
+            code = tl.arange(0, R_P)
+            acc = tl.zeros((BM, R_P), tl.float32)
+            for start in range(0, D, BD):
+                cols = start + tl.arange(0, BD)
+                U_tile = tl.load(  # transposed by its pointers
+                    U + patch * (R * D) + code[None, :] * D + cols[:, None],
+                    mask=(code < R)[None, :] & (cols < D)[:, None],
+                    other=0.0,
+                )
+                inside = is_pair[:, None] & (cols < D)[None, :]
+                g_tile = tl.load(grad + token[:, None] * D + cols, mask=inside, other=0.0)
+                acc = dot(g_tile.to(DTYPE), U_tile.to(DTYPE), acc, PRECISION)
+            here = is_pair[:, None] & (code < R)[None, :]
+            place = products + places[:, None] * R + code
+            tl.store(place, (acc * scale).to(products.dtype.element_ty), mask=here)
+
+
+@quick
+@triton.jit
+def gate_backward(
+    u,
+    w,
+    a,
+    b,
+    order,
+    plan,
+    products,
+    grad_u,
+    grad_w,
+    grad_a,
+    grad_b,
+    most_segments,
+    K: tl.constexpr,
+    R: tl.constexpr,
+    R_P: tl.constexpr,
+    k: tl.constexpr,
+    BM: tl.constexpr,
+    BR: tl.constexpr,
+    GATE: tl.constexpr,
+):
+    """What `decode_backward` makes of the products of a tile, BR pairs at a time; w phi takes their place."""
+    tile = tl.program_id(0)
+    if tile < tl.load(plan + COUNTS * K):
+        patch = tl.load(plan + COUNTS * K + 2 + most_segments + tile).to(tl.int64)
+        first = (tile - tl.load(plan + TILES * K + patch)) * BM
+        total = tl.load(plan + TOTALS * K + patch)
+        begin = tl.load(plan + PAIRS * K + patch)
+        code = tl.arange(0, R_P)
+        da = tl.zeros((BR, R_P), tl.float32)
+        db = tl.zeros((BR, R_P), tl.float32)
+        for start in range(first, tl.minimum(first + BM, total), BR):
+            ranks = start + tl.arange(0, BR)
+            is_pair = ranks < total
+            here = is_pair[:, None] & (code < R)[None, :]
+            pair = tl.load(order + begin + ranks, mask=is_pair, other=0).to(tl.int64)
+            place = products + (begin + ranks)[:, None].to(tl.int64) * R + code
+            dphi = tl.load(place, mask=here, other=0.0).to(tl.float32)
+            u_tile = tl.load(u + (pair // k)[:, None] * R + code, mask=here, other=0.0)
+            weight = tl.load(w + pair, mask=is_pair, other=0.0)
+            open_ = gate(u_tile, a, b, patch, code[None, :], R, GATE)
+            phi = u_tile * open_
+            tl.store(grad_w + pair, tl.sum(dphi * phi, 1), mask=is_pair)
+            tl.store(place, (weight[:, None] * phi).to(products.dtype.element_ty), mask=here)
+            dphi *= weight[:, None]
+            inner = dphi * phi * (1 - open_)  # d (a u + b)
+            db += inner
+            du = dphi * open_
+            if GATE == 2:
+                da += inner * u_tile
+                slope = tl.load(a + patch * R + code, mask=code < R, other=0.0).to(tl.float32)
+                du += inner * slope[None, :]
+            tl.store(grad_u + pair[:, None] * R + code, du.to(grad_u.dtype.element_ty), mask=here)
+        if GATE == 2:
+            part = tile.to(tl.int64) * R + code
+            tl.store(grad_a + part, tl.sum(da, 0), mask=code < R)
+            tl.store(grad_b + part, tl.sum(db, 0), mask=code < R)
+        else:
+            tl.store(grad_b + tile, tl.sum(tl.sum(db, 0), 0))
+
+
+@quick
+@triton.jit
 def token_backward(
     z,
     P,

@@ -143,6 +143,22 @@ def keep_one(acc, best, best_patch, first, k: tl.constexpr, k_P: tl.constexpr, B
 
 
 @triton.jit
+def keep_better(acc, best, best_patch, first, k: tl.constexpr, k_P: tl.constexpr, BK: tl.constexpr):
+    """`keep_best`, in as many rounds as the row with the most takes: of later patches few are better."""
+    slots, patches = tl.arange(0, k_P)[None, :], tl.arange(0, BK)[None, :]
+    top, worst = tl.max(acc, 1), tl.min(best, 1)
+    while tl.max((top > worst).to(tl.int32), 0) > 0:
+        place = tl.min(tl.where(acc == top[:, None], patches, BK), 1)[:, None]
+        gives_way = tl.max(tl.where(best == worst[:, None], best_patch, -1), 1)[:, None]
+        replaced = (best_patch == gives_way) & (top > worst)[:, None] & (slots < k)
+        best = tl.where(replaced, top[:, None], best)
+        best_patch = tl.where(replaced, first + place, best_patch)
+        acc = tl.where(patches == place, float("-inf"), acc)
+        top, worst = tl.max(acc, 1), tl.min(best, 1)
+    return best, best_patch
+
+
+@triton.jit
 def best_first(best, best_patch, k: tl.constexpr, k_P: tl.constexpr):
     """In the order of their scores, and of their numbers where scores are equal."""
     slots = tl.arange(0, k_P)
@@ -224,6 +240,7 @@ def route(
     HAS_KEEP: tl.constexpr,
     HAS_RADIUS: tl.constexpr,
     COUNT: tl.constexpr,
+    SKIP: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -280,6 +297,8 @@ def route(
         acc = tl.where((patches < K)[None, :], acc, float("-inf"))
         if K <= BK:
             best, best_patch = best_of_all(acc, k, k_P, BK)
+        elif SKIP:
+            best, best_patch = keep_better(acc, best, best_patch, first, k, k_P, BK)
         else:
             best, best_patch = keep_best(acc, best, best_patch, first, k, k_P, BK)
 
