@@ -2,6 +2,7 @@
 
     PYTHONPATH=. python benchmarks/tune.py --result results/tune-h200.json                   five minutes
     PYTHONPATH=. python benchmarks/tune.py --result tune.json --sizes 2 --jobs 4             one shape alone
+    PYTHONPATH=. python benchmarks/tune.py --result tune.json --sizes 2 --no-variants    what is taken today
 
 Every size that is tried is first compiled, by several processes at once, and those that fail are left out. A
 run then tries one size of every kernel, and the profiler says how long each took. The best of each are
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import lru_cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -30,19 +32,32 @@ from attractor.ops import launch
 from attractor.results import write_result
 
 Tried = dict[str, dict[str, int]]  # kernel -> sizes; "plan" is of several
+
+
+class Mixed(Size):
+    """A layer and tokens of float32 under autocast, as the trainer has them."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} autocast"
+
+
 SIZES = (
     Size(384, 16384, 256, 128, 16),
     Size(384, 16384, 64, 128, 16),
     Size(384, 16384, 256, 32, 4),
     Size(768, 16384, 256, 64, 4),
     Size(2048, 4096, 256, 128, 4),
+    Size(384, 16384, 1024, 32, 4),
+    Size(384, 16384, 4096, 32, 4),
+    Size(384, 16384, 65536, 8, 4),
+    Mixed(384, 16384, 256, 32, 4),
 )
 TOGETHER = {
     "route": ("route",),
     "place": ("place",),
     "decode": ("decode",),
     "combine": ("combine",),
-    "decode_backward": ("decode_backward",),
+    "decode_backward": ("decode_backward", "pair_products", "gate_backward"),
     "token_backward": ("token_backward",),
     "token_products": ("token_products", "add_products"),
     "bank_backward": ("bank_backward", "sum_parts"),
@@ -64,51 +79,75 @@ def some(names: str, rows: list[tuple[int, ...]]) -> Iterator[dict[str, int]]:
 
 def today(size: Size, group: str) -> Tried:
     shape = launch.Shape(size.tokens, size.dim, size.num_patches, size.top_k, size.rank, DTYPE)
-    return {group: shape.blocks(group)}
+    reads_tokens = group in ("route", "token_backward", "token_products")
+    return {group: shape.blocks(group, not (reads_tokens and isinstance(size, Mixed)))}
 
 
 def variants(size: Size) -> list[tuple[str, Tried]]:
     """What is tried of each group of kernels."""
-    wide, many = size.rank > 64, size.tokens * size.top_k // size.num_patches >= 1024
+    crowded = size.tokens * size.top_k // size.num_patches >= 1024
     found: list[tuple[str, Tried]] = []
 
-    def add(group: str, names: str, rows: list[tuple[int, ...]], **more: dict[str, int]) -> None:
-        found.extend((group, {group: blocks, **more}) for blocks in some(names, rows))
+    def add(group: str, names: str, rows: list[tuple[int, ...]]) -> None:
+        found.extend((group, {group: blocks}) for blocks in some(names, rows))
 
-    rows: list[tuple[int, ...]] = [(128, 8, 2), (64, 8, 2), (64, 4, 2), (64, 8, 3), (128, 8, 4)]
-    add("route", "BN num_warps num_stages", rows)
-    add("place", "num_warps", [(1,), (2,)])
-    add("combine", "BN BD num_warps", [(4, 128, 4), (4, 512, 4), (2, 512, 4), (16, 128, 4), (8, 256, 8)])
-    token_rows: list[tuple[int, ...]] = [(16, 64, 4), (32, 64, 4), (32, 64, 8), (32, 128, 8), (64, 64, 8)]
-    add("token_backward", "BN BD num_warps", [*token_rows, (64, 32, 8), (64, 32, 4), (128, 32, 8)])
-    side_rows: list[tuple[int, ...]] = [(64, 128, 128, 4, 5), (128, 128, 128, 8, 3), (64, 64, 128, 4, 5)]
-    add(
-        "token_products",
-        "BN BW BD num_warps num_stages",
-        [*side_rows, (32, 128, 128, 4, 5), (64, 64, 64, 4, 5)],
-    )
-    rows = [(64, 8, 3, 0), (64, 8, 2, 0), (64, 8, 2, 128), (128, 8, 2, 0), (64, 4, 3, 0)]
-    add("decode", "BD num_warps num_stages maxnreg", rows)
-    rows = [(64, 8, 3, 0), (64, 8, 2, 0), (128, 8, 2, 0), (32, 8, 4, 0), (64, 8, 3, 128)]
-    rows += [] if wide else [(64, 4, 3, 0), (64, 4, 4, 0), (128, 4, 3, 0)]
-    add("decode_backward", "BD num_warps num_stages maxnreg", rows)
-    for segment in (512, 2048) if many else (512,):
-        rows = [(64, 128, 4, 3), (64, 128, 4, 5), (64, 128, 4, 7), (32, 128, 4, 5), (32, 128, 4, 7)]
-        rows += [(64, 128, 8, 5), (64, 256, 8, 3), (64, 256, 8, 5), (128, 128, 8, 3), (128, 128, 8, 5)]
-        add("bank_backward", "BM BD num_warps num_stages", rows, plan={"SEGMENT": segment})
-    if many:
-        for segment in (1024, 4096):
-            add("bank_backward", "BM BD num_warps num_stages", [(64, 128, 4, 5)], plan={"SEGMENT": segment})
+    if size.rank > 64 and crowded:
+        products = list(some("BM BD num_warps num_stages", [(128, 64, 8, 3), *PRODUCTS]))
+        gates = list(some("BR num_warps", [(16, 4), *GATES]))
+        both = [(one, gates[0]) for one in products] + [(products[0], one) for one in gates[1:]]
+        found += [("decode_backward", {"pair_products": one, "gate_backward": two}) for one, two in both]
+        return found
+    if isinstance(size, Mixed):
+        add("route", "BN BK BD num_warps num_stages", MIXED_ROUTE)
+        add("token_backward", "BN BD num_warps", MIXED_TOKENS)
+    elif size.num_patches > launch.DENSE_PATCHES:
+        add("route", "BN BK BD num_warps num_stages SKIP", MANY_ROUTE)
+        add("token_backward", "BN BD num_warps", MANY_TOKENS)
+        add("decode", "BD num_warps num_stages", [(128, 4, 2), (64, 4, 4), (64, 2, 3), (128, 4, 3)])
+        add("decode_backward", "BD num_warps num_stages", [(64, 4, 3), (128, 4, 3), (64, 2, 4), (32, 2, 4)])
+    else:
+        add("decode", "BD num_warps num_stages", [(128, 4, 2), (64, 4, 4), (128, 4, 3), (128, 8, 3)])
+        found.append(("decode_backward", {"pair_products": {"BM": 64, "num_warps": 4}, "gate_backward": {}}))
+    add("combine", "BN BD num_warps", [(2, 512, 4), (4, 512, 4), (4, 128, 4)])
+    add("token_products", "BN BD num_warps num_stages", [(64, 128, 4, 5), (64, 64, 4, 5), (32, 128, 4, 5)])
+    rows: list[tuple[int, ...]] = [(64, 128, 4, 5), (32, 128, 4, 5), (32, 64, 4, 4), (16, 128, 4, 4)]
+    add("bank_backward", "BM BD num_warps num_stages", [*rows, (16, 64, 2, 4), (32, 128, 4, 2)])
     return found
+
+
+PRODUCTS = [(128, 128, 8, 2), (128, 64, 8, 4), (64, 64, 4, 4), (128, 64, 4, 3), (64, 128, 4, 3)]
+GATES = [(32, 8), (16, 8), (8, 2), (32, 4)]
+MANY_ROUTE = [
+    *((128, 256, 64, 8, 3, 1), (64, 128, 64, 4, 3, 0), (64, 128, 64, 4, 3, 1), (64, 128, 64, 4, 4, 1)),
+    *((64, 128, 128, 4, 2, 1), (64, 256, 64, 8, 3, 1), (128, 128, 64, 8, 3, 1), (128, 128, 64, 8, 4, 1)),
+    *((64, 128, 32, 4, 5, 1), (64, 64, 64, 4, 4, 1), (128, 64, 64, 8, 4, 1)),
+]
+MANY_TOKENS = [(32, 64, 4), (16, 64, 4), (16, 256, 4), (32, 128, 8), (64, 64, 8), (16, 128, 2), (16, 512, 8)]
+MIXED_ROUTE = [
+    *(
+        (128, 256, 32, 8, 3),
+        (64, 256, 32, 8, 2),
+        (64, 256, 32, 8, 3),
+        (64, 256, 64, 8, 2),
+        (64, 256, 32, 4, 2),
+    ),
+    *((128, 256, 16, 8, 3), (64, 256, 16, 8, 4)),
+]
+MIXED_TOKENS = [(16, 32, 4), (32, 32, 4), (32, 64, 8), (64, 32, 8), (32, 32, 8), (16, 64, 8)]
 
 
 @lru_cache(1)
 def layer_of(size: Size) -> tuple[APN, Tensor, Tensor]:
-    layer = bench.make("triton", size, DEVICE, DTYPE)
+    dtype = torch.float32 if isinstance(size, Mixed) else DTYPE
+    layer = bench.make("triton", size, DEVICE, dtype)
     assert isinstance(layer, APN)
     generator = torch.Generator(DEVICE).manual_seed(1)
     x, upstream = (torch.randn(size.tokens, size.dim, device=DEVICE, generator=generator) for _ in range(2))
-    return layer, x.to(DTYPE).requires_grad_(), upstream.to(DTYPE)
+    return layer, x.to(dtype).requires_grad_(), upstream.to(DTYPE)
+
+
+def mixed(size: Size) -> torch.autocast:
+    return torch.autocast("cuda", DTYPE, enabled=isinstance(size, Mixed), cache_enabled=False)
 
 
 def step(layer: nn.Module, x: Tensor, upstream: Tensor) -> list[Tensor]:
@@ -126,7 +165,8 @@ def build(size: Size, tried: Tried) -> str:
     """Compiled and run once, in a process of its own; the disk keeps the result. Says what went wrong."""
     use(tried)
     try:
-        step(*layer_of(size))
+        with mixed(size):
+            step(*layer_of(size))
         torch.cuda.synchronize()
     except Exception as error:  # whatever the compiler says, the others are worth trying
         return f"{type(error).__name__}: {str(error)[:120]}"
@@ -190,7 +230,19 @@ def both_ways(module: nn.Module, x: Tensor, upstream: Tensor) -> dict[str, float
     for name, run in (("forward", forward), ("forward_backward", both)):
         found[name] = microseconds(run, graph=True)
         found[f"eager_{name}"] = microseconds(run, graph=False)
+        found[f"python_{name}"] = host_microseconds(run)
     return found
+
+
+def host_microseconds(run: Callable[[], Any]) -> float:
+    """How long the CPU is busy with a call, while the GPU waits."""
+    spent = []
+    for _ in range(41):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        run()
+        spent.append(time.perf_counter() - begun)
+    return 1e6 * median(spent)
 
 
 def checked(size: Size) -> dict[str, Any]:
@@ -216,12 +268,13 @@ def tune(size: Size, good: list[tuple[str, Tried]]) -> tuple[dict[str, list[tupl
         chosen = {group: tries[number] for group, tries in by_group.items() if number < len(tries)}
         use({name: sizes for tried in chosen.values() for name, sizes in tried.items()})
         try:
-            times = kernel_times(lambda: step(layer, x, upstream))
+            with mixed(size):
+                times = kernel_times(lambda: step(layer, x, upstream))
         except Exception as error:
             say("failed:", json.dumps(launch.TRIED), str(error)[:200])
             continue
         for group, tried in chosen.items():
-            found[group].append((sum(times[name] for name in TOGETHER[group]), json.dumps(tried)))
+            found[group].append((sum(times.get(name, 0.0) for name in TOGETHER[group]), json.dumps(tried)))
     use({})
     best: Tried = {}
     say(size)
@@ -235,14 +288,25 @@ def tune(size: Size, good: list[tuple[str, Tried]]) -> tuple[dict[str, list[tupl
 
 
 def final(size: Size, best: Tried) -> dict[str, Any]:
-    """What is chosen today and the best of all, checked and timed."""
+    """What is chosen today and the best of all, checked and timed.
+
+    "plain" is today without launches that are remembered, which is so wherever sizes are tried.
+    """
     rows: dict[str, Any] = {}
-    for name, tried in (("today", {}), ("best", best)):
+    wanted: list[Tensor] = []
+    for name, tried in (("today", {}), ("plain", {"nothing": {}}), ("best", best)):
         use(tried)
         layer, x, upstream = layer_of(size)
         try:
-            rows[name] = checked(size) | both_ways(layer, x, upstream)
-            rows[name]["kernels"] = kernel_times(lambda: step(layer, x, upstream))  # noqa: B023
+            with mixed(size):
+                rows[name] = checked(size) if name != "plain" else {}
+                rows[name] |= both_ways(layer, x, upstream)
+                rows[name]["kernels"] = kernel_times(lambda: step(layer, x, upstream))  # noqa: B023
+                found = step(layer, x, upstream)
+            wanted = wanted or found
+            rows[name]["from_today"] = max(
+                bench.relative_rms(*pair) for pair in zip(found, wanted, strict=True)
+            )
         except Exception as error:  # what ran alone may not run together
             rows[name] = {"problem": str(error)[:300]}
     use({})
@@ -259,16 +323,21 @@ def compiled(sizes: list[Size], jobs: int) -> list[tuple[Size, str, Tried]]:
     return good
 
 
+CHECKS = ("mismatch", "differing_runs", "from_today", "problem")
+
+
 def table(result: dict[str, Any]) -> None:
     """Times over those of dense."""
     heads = ("forward", "forward_backward", "eager_forward", "eager_forward_backward")
-    print("over dense: graph forward, graph both, eager forward, eager both; checks")
+    print("over dense: graph forward, graph both, eager forward, eager both; us of Python; checks")
     for name, rows in result["final"].items():
         dense = result["dense"][name]
-        print(f"{name}   dense {dense['forward_backward']:.0f} us")
+        python = "python_forward_backward"
+        print(f"{name}   dense {dense['forward_backward']:.0f} us, {dense[python]:.0f} of Python")
         for kind, row in rows.items():
             ratios = [row[h] / dense[h] if row.get(h) and dense[h] else math.nan for h in heads]
-            checks = {check: row.get(check) for check in ("mismatch", "differing_runs", "problem")}
+            checks = {check: row[check] for check in CHECKS if check in row}
+            ratios.append(row.get(python, math.nan))
             print(f"    {kind:8s}", " ".join(f"{ratio:6.2f}" for ratio in ratios), checks)
 
 
@@ -281,13 +350,22 @@ def main() -> None:
     parser.add_argument(
         "--sizes", type=int, nargs="+", default=list(range(len(SIZES))), help="of SIZES, from 0"
     )
+    parser.add_argument("--no-variants", action="store_true", help="only what is chosen today")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="no further shape is begun after these"
+    )
     given = parser.parse_args()
     sizes = [SIZES[number] for number in given.sizes]
-    good = compiled(sizes, given.jobs)
+    good = [] if given.no_variants else compiled(sizes, given.jobs)
     result: dict[str, Any] = {"experiment": "tune", "dense": {}, "tuned": {}, "final": {}}
     for size in sizes:
+        if time.monotonic() - BEFORE > given.seconds:
+            say("no time left for", size)
+            continue
         _, x, upstream = layer_of(size)
-        result["dense"][str(size)] = both_ways(bench.make("dense", size, DEVICE, DTYPE), x, upstream)
+        with mixed(size):
+            dense = bench.make("dense", size, DEVICE, x.dtype)
+            result["dense"][str(size)] = both_ways(dense, x, upstream)
         mine = [(group, today(size, group)) for group in TOGETHER]
         found, best = tune(size, mine + [(group, tried) for where, group, tried in good if where == size])
         result["tuned"][str(size)] = {"microseconds": found, "best": best}
