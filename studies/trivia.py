@@ -47,7 +47,7 @@ from studies.facts_cells import carry_out, parser_of
 from studies.facts_ground import Call, Course, Ground
 from studies.facts_methods import Basins, Retrieval
 from studies.facts_tuning import FineTune
-from studies.trivia_data import KINDS, Question, answered, contains, f1, marks
+from studies.trivia_data import KINDS, Question, answered, f1, marks
 
 SHARES = (0.25, 0.5, 0.75)
 """So much of what full fine-tuning learned is examined besides all of it: WiSE-FT."""
@@ -68,7 +68,7 @@ class Trivia(Ground):
         self.questions = self._unknown(trivia_data.questions(given.data)[given.skip :], given.questions)
 
     def _unknown(self, every: Sequence[Question], count: int) -> list[Question]:
-        """The first questions whose answer the model does not write by itself."""
+        """The first questions that the model does not answer by itself, read as the exam reads an answer."""
         found: list[Question] = []
         self.asked_first = 0
         while len(found) < count and self.asked_first < len(every):
@@ -76,7 +76,7 @@ class Trivia(Ground):
             self.asked_first += len(part)
             prompts = [trivia_data.forms(question)[0][0] for question in part]
             written = self.reader.write(self.model, prompts)
-            found += [q for q, said in zip(part, written, strict=True) if not contains(said, q.aliases)]
+            found += [q for q, said in zip(part, written, strict=True) if not answered(said, q.aliases)]
         if len(found) < count:
             raise ValueError(
                 f"--questions {count} --skip {self.given.skip}: of {len(every)} questions the model does not "

@@ -226,6 +226,27 @@ def test_a_model_is_taught_and_examined(method, data, small, tmp_path, monkeypat
     assert json.loads((tmp_path / "sum.json").read_text())["methods"][method]["as taught, F1"]["mean"] >= 0
 
 
+def test_what_is_unknown_is_read_as_the_exam_reads_it(data, small, tmp_path, monkeypatch):
+    """The mark that ends a text sticks to the answer before it, and what comes after is no answer."""
+    written = {
+        "Lima": " Lima<|endoftext|>Question: who?",  # known
+        "Danube": " The Rhine.\nThe Danube is longer.",  # not the answer
+    }
+
+    def write(self, model, prompts, count=12):
+        by_prompt = {trivia_data.forms(own)[0][0]: own.answer for own in trivia_data.questions(data)}
+        return [written.get(by_prompt[prompt], " no") for prompt in prompts]
+
+    monkeypatch.setattr(facts_ground.Reader, "write", write)
+    monkeypatch.setattr(trivia, "run", lambda own: found.append(trivia.Trivia(own)))
+    monkeypatch.setattr(trivia, "SMALL", {"questions": 5, "asked": 3, "windows": 4})
+    found = []
+    trivia.main(arguments(texts=small, data=data, device="cpu", result=tmp_path / "cell.json"))
+    answers = {question.answer for question in found[0].questions}
+    assert "Lima" not in answers
+    assert "Danube" in answers
+
+
 def test_too_few_questions_are_refused(data, small, tmp_path, monkeypatch):
     monkeypatch.setattr(trivia, "SMALL", {"questions": 7, "chunk": 2, "asked": 3, "windows": 4})
     with pytest.raises(ValueError, match="--questions 7 --skip 0: of 6 questions"):
