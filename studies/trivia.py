@@ -12,8 +12,10 @@ written answer, nats of the right one); LAMBADA and HellaSwag; and the four back
 facts. TEXTS is described there.
 
 A lesson needs a subject, and a question names none: `studies.trivia_data.subjects` finds one, and the result
-says how many are of which kind and how many of each are answered. `--subjects end` takes the last words of
-every question instead.
+says how many are of which kind and how many of each are answered. It passes over words that are common in
+questions that are not asked and in background windows; `--subjects name` does not, and `--subjects end`
+takes the last words of every question instead. `--lesson '{"lower_case": 2}'` reads two of eight frames in
+small letters, whatever the method.
 
 For 15 minutes of one H200 (16 cores), in this order. The seconds are estimates from the number of tokens
 that are read; nothing of this was timed there. One examination is about 25 of them, and starting 20:
@@ -41,6 +43,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from attractor.results import write_result
 from studies import trivia_data
 from studies.facts_cells import carry_out, parser_of
@@ -51,6 +55,8 @@ from studies.trivia_data import KINDS, Question, answered, f1, marks
 
 SHARES = (0.25, 0.5, 0.75)
 """So much of what full fine-tuning learned is examined besides all of it: WiSE-FT."""
+SUBJECTS = ("rare", "name", "end")
+"""Of what a question names the first that is no common word, or the first of all; or its last words."""
 SMALL = {"questions": 8, "chunk": 4, "asked": 8, "windows": 12}
 """What `--small` makes of these options: minutes on two cores, and figures that mean nothing."""
 Exam = dict[str, Any]
@@ -65,7 +71,20 @@ class Trivia(Ground):
         files = {name: trivia_data.read(given.data, name) for name in names}
         self.sources = {name: source for name, (source, _) in files.items()}
         self.nq, self.lambada, self.hellaswag = (files[name][1][: given.asked] for name in names[1:])
-        self.questions = self._unknown(trivia_data.questions(given.data)[given.skip :], given.questions)
+        every = trivia_data.questions(given.data)[given.skip :]
+        self.questions = self._unknown(every, given.questions)
+        self.others = [question.question for question in every[self.asked_first :]]
+
+    def subjects(self, how: str) -> list[tuple[str, str]]:
+        """What each lesson is about, and of which kind that is; nothing that is examined has a part in it."""
+        asked = [question.question for question in self.questions]
+        if how == "end":
+            return trivia_data.subjects(asked, ("end",))
+        if how == "name":
+            return trivia_data.subjects(asked)
+        free = torch.cat([self.free, self.old])[: max(len(self.others), 1)]
+        background = [self.decode(row) for row in free.tolist()]
+        return trivia_data.subjects(asked, others=self.others + background)
 
     def _unknown(self, every: Sequence[Question], count: int) -> list[Question]:
         """The first questions that the model does not answer by itself, read as the exam reads an answer."""
@@ -101,9 +120,9 @@ class Trivia(Ground):
             )
             exam["trivia"][way] = marks(said, [golds[n] for n in own]) | {"questions": len(own)}
             exam["right"][way] = {str(n): answered(text, golds[n]) for n, text in zip(own, said, strict=True)}
-        return exam | self.others(learner)
+        return exam | self.not_taught(learner)
 
-    def others(self, learner: Any) -> Exam:
+    def not_taught(self, learner: Any) -> Exam:
         """What was not taught."""
         written = self.reader.write(learner.model, [row["prompt"] for row in self.nq])
         pairs = [(row["prompt"], f" {row['answers'][0]}") for row in self.nq]
@@ -175,9 +194,7 @@ def run(given: argparse.Namespace) -> None:
     first = time.perf_counter()
     before = study.examine(Retrieval(study.model)) | {"background": study.background()}
     examined = time.perf_counter() - first
-    subjects = trivia_data.subjects(
-        [question.question for question in study.questions], KINDS if given.subjects == "name" else ("end",)
-    )
+    subjects = study.subjects(given.subjects)
     course = Course(study, "trivia", frames=trivia_data.FRAMES)
     learner, result = course.learner, course.result
     result |= {
@@ -284,7 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     one.add_argument("--skip", type=int, default=0, help="leave out so many questions at the beginning")
     one.add_argument("--chunk", type=int, default=50, help="questions that are taught together")
     one.add_argument("--asked", type=int, default=1000, help="of each other exam")
-    one.add_argument("--subjects", choices=("name", "end"), default="name", help="what a lesson is about")
+    one.add_argument("--subjects", choices=SUBJECTS, default="rare", help="what a lesson is about")
     one.add_argument("--small", action="store_true", help=f"see that it runs: {SMALL}")
     given = parser.parse_args(arguments)
     if given.verb == "prepare":

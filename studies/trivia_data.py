@@ -67,6 +67,8 @@ KINDS = ("quoted", "name", "word", "end", "whole")
 last words of the question, or all of it."""
 LAST = 3
 """So many last words."""
+COMMON = 0.0005
+"""What stands in a larger share of other texts is a common word and no good subject."""
 
 
 class Question(NamedTuple):
@@ -194,12 +196,18 @@ def reworded(question: str, way: str) -> str | None:
     return None
 
 
-def subjects(given: Sequence[str], kinds: Sequence[str] = KINDS) -> list[tuple[str, str]]:
+def subjects(
+    given: Sequence[str], kinds: Sequence[str] = KINDS, others: Sequence[str] = ()
+) -> list[tuple[str, str]]:
     """For each question a text in it that it is about, which no other one of them got, and its kind.
 
     It is the first text that is free, of the first of these kinds that has one. Lessons about one subject
     would take each other's place, so a subject that is taken is passed over; "whole" is always allowed.
+
+    A lesson acts wherever its subject stands. So a text that is common in `others`, which nothing is taught
+    about, is taken only where a question has nothing else, and then the rarest.
     """
+    index = Index(others)
     taken: set[str] = set()
     found = []
     for question in given:
@@ -211,9 +219,35 @@ def subjects(given: Sequence[str], kinds: Sequence[str] = KINDS) -> list[tuple[s
         ]
         if not free:
             raise ValueError(f"{question!r} is there twice: give every question once")
-        taken.add(free[0][0].casefold())
-        found.append(free[0])
+        best = min(free, key=lambda own: max(0, index.count(own[0]) - COMMON * len(others)))
+        taken.add(best[0].casefold())
+        found.append(best)
     return found
+
+
+class Index:
+    """In how many texts words stand side by side; capitals and punctuation do not count.
+
+    >>> Index(["In what year?", "What a year!", "Years"]).count("Year")
+    2
+    """
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.texts = [self._plain(text) for text in texts]
+        self.places: dict[str, set[int]] = {}
+        for number, text in enumerate(self.texts):
+            for word in text.split():
+                self.places.setdefault(word, set()).add(number)
+
+    def count(self, text: str) -> int:
+        plain = self._plain(text)
+        with_all = [self.places.get(word, set()) for word in plain.split()] or [set()]
+        return sum(plain in self.texts[number] for number in set.intersection(*with_all))
+
+    @staticmethod
+    def _plain(text: str) -> str:
+        words = re.findall(r"[^\W_]+", text.lower())
+        return f" {' '.join(words)} "
 
 
 def candidates(question: str, kind: str) -> list[str]:

@@ -131,6 +131,18 @@ def test_a_subject_that_is_taken_is_passed_over():
         subjects(["Where?", "Where?"])
 
 
+def test_a_common_word_is_no_subject():
+    asked = ["'What' is the cry of which bird in London?", "Which poet wrote of London?", "London or Rome?"]
+    assert subjects(asked)[0] == ("What", "quoted")
+    others = ["What is in London?", "Where is London?", "what else?"]
+    kinds = [text for text, _ in subjects(asked, others=others)]
+    assert kinds == ["bird in London", "wrote of London", "Rome"]
+    only = subjects(["London?"], others=[*others, "Rome"])  # nothing else is there
+    assert only == [("London", "word")]
+    many = [*others, *("Rome" for _ in range(round(4 / trivia_data.COMMON)))]
+    assert subjects(asked, others=many)[1] == ("London", "word")  # so few do not make it common
+
+
 @given(st.lists(st.text("abc XYZ'\".?", min_size=3).filter(lambda text: text.strip("'\".? ")), unique=True))
 def test_every_subject_stands_in_all_forms_and_is_nobody_elses(asked):
     asked = list({text.rstrip("? ").casefold(): text for text in asked}.values())
