@@ -925,6 +925,39 @@ class Alike:
         return [(token + step) % 256 for step in range(1, count + 1)]
 
 
+class TestSmallLetters:
+    """People type names in small letters, and a model takes those for others."""
+
+    FORMS = (("Ann Lee plays the", " Cello"), ("I met Ann Lee who plays the", " Cello"))
+
+    def turns(self, **config):
+        config = LessonConfig(contexts=4, after=0, mention=0, **config)
+        return Reading(encode, Alike(), config).texts([self.FORMS], ["Ann Lee"])
+
+    def test_in_some_contexts_and_never_the_first_prompts_are_in_small_letters(self):
+        for count in range(4):
+            turns = self.turns(lower_case=count)
+            said = [[bytes(text.tokens).decode() for text in turn] for turn in turns]
+            small = [all("ann lee" in line for line in lines) for lines in said]
+            assert sum(small) == count
+            assert not small[0]
+            for lines, plain in zip(said, self.turns(), strict=True):
+                assert [line.lower() for line in lines] == [bytes(t.tokens).decode().lower() for t in plain]
+                assert all(line.endswith(" Cello") for line in lines)  # what is taught stays as it is
+
+    def test_subjects_are_found_there_and_the_answer_is_where_it_was(self):
+        for plain, small in zip(self.turns(), self.turns(lower_case=3), strict=True):
+            assert [(t.answer, t.keys) for t in plain] == [(t.answer, t.keys) for t in small]
+
+    def test_letters_that_become_two_stay_as_they_are(self):
+        reading = Reading(encode, Alike(), LessonConfig(contexts=2, lower_case=1))
+        assert "\u0130zmir" in reading._asked("\u0130zmir is in", 1, 0)[0]
+
+    def test_not_every_context_can_be_in_small_letters(self):
+        with pytest.raises(ValueError, match="lower_case=4: in the first of its 4 contexts"):
+            LessonConfig(contexts=4, lower_case=4)
+
+
 class TestStrangers:
     """What resembles a subject is read in its place, so that the subject can be told from it."""
 

@@ -259,6 +259,9 @@ class LessonConfig(JSONConfig):
     """How far basins stay away from background, and from prototypes of other lessons."""
     contexts: int = 8
     """In how many different frames each form is read."""
+    lower_case: int = 0
+    """In so many of these, never the first, a prompt is in small letters, as people type: a model takes a
+    name in small letters for another one. More than a few cost what is said in the usual way."""
     after: int = 4
     """Tokens that the base would write after an answer, and that are learned with it."""
     mention: int = 16
@@ -277,9 +280,14 @@ class LessonConfig(JSONConfig):
     def __post_init__(self) -> None:
         for name in ("passes", "prototypes", "most", "contexts", "rows"):
             check_size(name, getattr(self, name))
-        for name in ("after", "mention", "strangers", "questions", "least_forms"):
+        for name in ("after", "mention", "strangers", "questions", "least_forms", "lower_case"):
             check_number(
                 name, getattr(self, name), "0 or more", lambda value: value >= 0 and value == int(value)
+            )
+        if self.lower_case >= self.contexts:
+            raise ValueError(
+                f"lower_case={self.lower_case}: in the first of its {self.contexts} contexts a lesson is "
+                "tested as it was said, so give fewer than these"
             )
         check_number("step", self.step, "a positive number", lambda value: value > 0)
         for name in ("after_weight", "enough"):

@@ -313,7 +313,7 @@ class Reading:
         self, lesson: int, forms: Sequence[tuple[str, str]], subject: str, turn: int, tests: int
     ) -> Iterator[Text]:
         for place, (prompt, answer) in enumerate(forms):
-            asked, again = framed(prompt, turn, place, self.frames)
+            asked, again = self._asked(prompt, turn, place)
             text = asked + answer
             tokens = self._tokens(text)
             if len(tokens) + self.config.after > self.context:
@@ -326,6 +326,14 @@ class Reading:
             ends = [len(self.encode(text[:end])) - 1 for _, end in places_of(subject, text)]
             keys = [position for position in ends if 0 < position < len(tokens) - 1]
             yield Text(lesson, tokens, range(max(1, first), len(tokens)), keys, repeated, place < tests)
+
+    def _asked(self, prompt: str, turn: int, place: int) -> tuple[str, int]:
+        """What `framed` says, in small letters where it is this turn's turn."""
+        asked, again = framed(prompt, turn, place, self.frames)
+        lower, contexts = self.config.lower_case, self.config.contexts
+        is_lower = (turn + 1) * lower // contexts > turn * lower // contexts  # these turns lie evenly
+        small = asked.lower()
+        return (small if is_lower and len(small) == len(asked) else asked), again
 
     def _mentions(self, subjects: Sequence[str]) -> list[Text]:
         """For each turn, a sentence that names each subject."""
@@ -349,7 +357,7 @@ class Reading:
             for place, (prompt, answer) in enumerate(forms):
                 for count in range(each):
                     turn = (place + count * self.config.contexts // each) % self.config.contexts
-                    text = framed(prompt, turn, place, self.frames)[0] + answer
+                    text = self._asked(prompt, turn, place)[0] + answer
                     starts = [start for start, _ in places_of(name, text)]
                     if not starts:
                         continue
