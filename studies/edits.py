@@ -113,6 +113,8 @@ def parts(values: Sequence[Any], size: int) -> list[Sequence[Any]]:
 
 def run(given: argparse.Namespace) -> None:
     """One method with one seed."""
+    if given.ladder:
+        raise ValueError("--ladder is for facts and trivia: give edits the --rate that facts chose")
     study = Edits(given)
     original, background = study.writes(Retrieval(study.model)), study.background()
     course = Course(study, "edits")

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from attractor.continual.guard import Guard
 from attractor.results import write_result
 from studies.facts_cells import carry_out, parser_of
-from studies.facts_ground import WINDOW, Call, Course, Ground
+from studies.facts_ground import WINDOW, Call, Course, Ground, Trial, climb, said_of
 from studies.facts_methods import Basins
 from studies.facts_world import FORMS, GRAMMARS, Item, Lesson, World
 
@@ -124,16 +124,37 @@ class Study(Ground):
     def _share(self, call: Call, items: Sequence[Sequence[Item]]) -> float:
         return self.reader.recall(call, [item for part in items for item in part])
 
+    def trial(self) -> Trial:
+        """The first chunk of another grammar, and capitals that are not moved."""
+        world = World(self.given.seed, 1, next(name for name in GRAMMARS if name != self.given.grammar))
+
+        def known(learner: Any) -> float:
+            forms = [self.reader.recall(learner, world.items(0, form, n)) for form, n in FORMS]
+            return sum(forms) / len(forms)
+
+        untaught = world.capitals("kept", "sentence") + world.capitals("kept", "question")
+        return Trial(world.lessons(0), None, known, untaught, self.given.chunks)
+
 
 def run(given: argparse.Namespace) -> None:
     """One method with one seed; the result is written after every measurement."""
     study = Study(given)
+    ladder = climb(study, study.trial(), compiled=True) if given.ladder else []
+    if given.only_ladder:
+        return write_result(
+            given.result, {"experiment": "ladder", "settings": said_of(given), "rows": ladder}
+        )
     before = study.original()
     told = given.method == "retrieval"
     course = Course(study, "facts", compiled=True)
     learner, history = course.learner, course.rows
     result = course.result
-    result |= {"windows to replay": len(study.old), "original": before, "chunks": history}
+    result |= {
+        "ladder": ladder,
+        "windows to replay": len(study.old),
+        "original": before,
+        "chunks": history,
+    }
 
     def learn(name: str, lessons: Sequence[Lesson]) -> None:
         seed = given.seed * 1000 + len(history)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from attractor.results import write_result
+from studies.facts_editors import LONGEST
 from studies.facts_methods import ALSO, KEEPS, RATES, STRENGTHS
 
 Cell = dict[str, Any]
@@ -56,6 +57,8 @@ def carry_out(
         return sum_up(given, experiment, figures)
     if small is not None and given.small:
         vars(given).update(small)
+    if given.ladder and given.method in ("basins", "retrieval"):
+        raise ValueError(f"--ladder is for methods that work on a copy of the model, not for {given.method}")
     complete(given)
     run(given)
 
@@ -67,6 +70,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--method", choices=[*RATES, "retrieval"], default="basins")
     parser.add_argument("--keep", choices=KEEPS, default="nothing", help="what is done for what was known")
     parser.add_argument("--rate", type=float, help="default: the one that the ladder of rates chose")
+    parser.add_argument(
+        "--ladder",
+        type=float,
+        nargs="+",
+        default=[],
+        help="try these rates on other facts, and take the best",
+    )
+    parser.add_argument("--only-ladder", action="store_true", help="and end then")
+    parser.add_argument(
+        "--clamp", type=float, default=LONGEST, help="how long targets of closed-form editors may be"
+    )
     parser.add_argument("--strength", type=float, help="what --keep counts beside what is learned")
     parser.add_argument("--rank", type=int, default=16, help="of LoRA")
     parser.add_argument("--also", choices=ALSO, nargs="*", default=[], help="what LoRA changes besides")

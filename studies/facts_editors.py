@@ -8,7 +8,7 @@ given here as a share of the model's own depth and of the length of its activati
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,9 @@ Hook = Callable[[nn.Module, Any, Tensor], Tensor | None]
 PULL = 0.5
 """MEMIT's weight decay of a target value: what the square of its length, beside that of what it is added to,
 counts."""
-LONGEST = 4.0
-"""A target value is at most so many times as long as what it is added to."""
+LONGEST = 0.75
+"""A target value is at most so many times as long as what it is added to: "clamp_norm_factor" in MEMIT's own
+settings for GPT-J (ROME's is 4)."""
 STEP = 0.2
 """The rate of Adam for target values, as a share of the typical size of a number there."""
 STEP_OF_VALUES = 1.0
@@ -216,6 +217,15 @@ class Grace(Editor):
         return 4 * (2 * self.keys.numel() + len(self.keys))
 
 
+class Targets(NamedTuple):
+    """What is to be added to the residual stream at each lesson's subject."""
+
+    vectors: Tensor  # (lessons, dim)
+    passes: int
+    nats: float  # per token of the answers, where that is added
+    length: float  # beside what it is added to, in the mean
+
+
 class ClosedForm(Editor):
     """Facts written into the last matrices of a few FFNs at once: MEMIT (arXiv 2210.07229), AlphaEdit
     (arXiv 2410.02355).
@@ -235,10 +245,18 @@ class ClosedForm(Editor):
     """
 
     def __init__(
-        self, tuned: Any, reading: Reading, free: Tensor, kind: str, weight: float, blocks: Sequence[int]
+        self,
+        tuned: Any,
+        reading: Reading,
+        free: Tensor,
+        kind: str,
+        weight: float,
+        blocks: Sequence[int],
+        longest: float = LONGEST,
     ) -> None:
         super().__init__(tuned, reading)
-        self.kind = kind
+        self.kind, self.longest = kind, longest
+        self.found: Targets | None = None
         self.block = blocks_of(tuned)[blocks[-1]]
         if hasattr(self.block, "post_feedforward_layernorm"):
             raise ValueError(
@@ -255,13 +273,20 @@ class ClosedForm(Editor):
         self.past = [torch.zeros_like(own) for own in self.covariance]
 
     def learn(
-        self, lessons: Sequence[Lesson], seed: int, subjects: Sequence[str] | None = None
+        self,
+        lessons: Sequence[Lesson],
+        seed: int,
+        subjects: Sequence[str] | None = None,
+        found: Targets | None = None,
     ) -> dict[str, Any]:
+        """`found` are targets that an editor of the same model has found for these lessons already: they do
+        not depend on any weight."""
         subjects = [shared_subject(forms) for forms in lessons] if subjects is None else subjects
         turns = self.reading.texts(lessons, subjects)
         texts = [text for turn in turns for text in turn if text.answer and text.keys]
         before, _ = self._at_subjects(texts, len(lessons))
-        wanted, passes = self._targets(turns, before.norm(dim=1))
+        self.found = self._targets(turns, before.norm(dim=1)) if found is None else found
+        wanted = self.found.vectors
         used = []
         for number, matrix in enumerate(self.matrices):
             now, keys = self._at_subjects(texts, len(lessons), matrix)
@@ -277,20 +302,27 @@ class ClosedForm(Editor):
             past += keys @ keys.T
         now, _ = self._at_subjects(texts, len(lessons))
         left = (wanted - (now - before)).norm() / wanted.norm().clamp(min=1e-9)
-        return {"passes": passes, "left of the targets": left.item()}
+        return {
+            "passes": self.found.passes,
+            "length of the targets": self.found.length,
+            "nats with the targets": self.found.nats,
+            "left of the targets": left.item(),
+        }
 
     def bytes(self) -> int:
         return sum(matrix.weight.numel() * matrix.weight.element_size() for matrix in self.matrices)
 
-    def _targets(self, turns: Sequence[Sequence[Text]], length: Tensor) -> tuple[Tensor, int]:
-        """The vector (lessons, dim) of each lesson; `length` (lessons) is that of what it is added to."""
+    def _targets(self, turns: Sequence[Sequence[Text]], length: Tensor) -> Targets:
+        """The vector of each lesson; `length` (lessons) is that of what it is added to."""
         lessons, width = len(length), self.tuned.config.get_text_config().hidden_size
         vectors = nn.Parameter(torch.zeros(lessons, width, device=self.device))
         rate = STEP * length.median().item() / math.sqrt(width)
         optimizer = torch.optim.Adam([vectors], lr=rate)
         losses = torch.full((len(turns), lessons), torch.inf, device=self.device)  # when last read
-        for done in range(self.config.passes):
-            texts = turns[done % len(turns)]
+        passes = 0
+        while passes < self.config.passes:
+            turn, passes = passes % len(turns), passes + 1
+            texts = turns[turn]
             optimizer.zero_grad()
             total, count = torch.zeros(2, lessons, device=self.device).unbind()
             for part in self.parts(texts):
@@ -302,18 +334,20 @@ class ClosedForm(Editor):
                 is_form = torch.tensor([float(bool(text.answer)) for text in own], device=self.device)
                 total.index_add_(0, lesson, answers * is_form)
                 count.index_add_(0, lesson, is_form)
-            losses[done % len(turns)] = total / count
+            losses[turn] = total / count
             goes_on = losses.amax(0) >= self.config.enough
             if not goes_on.any():
-                return vectors.detach(), done + 1
+                break
             (PULL * (vectors.square().sum(1) / length.square()).sum()).backward()
             before = vectors.detach().clone()
             optimizer.step()
             with torch.no_grad():
-                most = LONGEST * length / vectors.norm(dim=1).clamp(min=1e-9)
+                most = self.longest * length / vectors.norm(dim=1).clamp(min=1e-9)
                 vectors.mul_(most.clamp(max=1)[:, None])
                 vectors.copy_(torch.where(goes_on[:, None], vectors, before))
-        return vectors.detach(), self.config.passes
+        read = losses[losses.isfinite()]
+        share = vectors.detach().norm(dim=1) / length
+        return Targets(vectors.detach(), passes, read.mean().item(), share.mean().item())
 
     @torch.no_grad()
     def _at_subjects(

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from attractor.hf.halves import likeliest
 from attractor.hf.pretrained import load_pretrained
 from attractor.hf.teachable import cut
-from studies.facts_editors import Grace
+from studies.facts_editors import ClosedForm, Grace
 from studies.facts_methods import Basins, method
 from studies.facts_world import Item, Lesson
 
@@ -32,6 +32,8 @@ CHARACTERS = 1_200_000
 """So much of each text is read. The windows that are measured come first, then those to calibrate by; replay
 and KL draw from all that are not measured. Few of them would be learned by heart."""
 
+LADDER = 64
+"""So many of the windows that replay may draw are read for every rate of a ladder."""
 PLACES = ("result", "texts", "data", "verb")
 """What a cell does not say of its command line: where files are."""
 Call = Callable[[Tensor], Tensor]
@@ -185,6 +187,67 @@ class Ground:
         return {"identical windows": found}
 
 
+def said_of(given: argparse.Namespace) -> dict[str, Any]:
+    """The settings of a cell."""
+    return {name: value for name, value in vars(given).items() if name not in PLACES}
+
+
+class Trial(NamedTuple):
+    """Facts of one chunk that no cell is measured by: what a ladder of rates is climbed with."""
+
+    lessons: Sequence[Lesson]
+    subjects: Sequence[str] | None
+    known: Callable[[Any], float]
+    """The share of answers that a learner gives, as taught and in other words."""
+    untaught: Sequence[Item]
+    """Questions that nothing is taught about, with their right answers."""
+    chunks: int
+    """So many chunks the whole run has."""
+
+
+def climb(ground: Ground, trial: Trial, **options: Any) -> list[dict[str, Any]]:
+    """What every rate of `--ladder` makes of one chunk; the best score's becomes the rate of the run.
+
+    The score was fixed before anything was run: what is known, less the harm if every chunk does as much. The
+    harm of one is the share by which perplexity rises, of background windows that are not measured or of the
+    right answers to questions that are not taught, whichever is worse.
+    """
+    given, rows = ground.given, []
+    background = ground.old[:LADDER]
+
+    def losses(call: Call) -> tuple[float, float]:
+        own = [nats for nats, _ in ground.reader.background(call, background)]
+        return sum(own) / len(own), ground.reader.loss(call, trial.untaught)
+
+    before, found = losses(ground.base), None
+    for rate in given.ladder:
+        given.rate, started = rate, time.perf_counter()
+        learner = method(
+            given, ground.model, ground.encode, ground.free, ground.old, ground.autocast, **options
+        )
+        more = {"found": found} if isinstance(learner, ClosedForm) else {}
+        learned = learner.learn(trial.lessons, given.seed, trial.subjects, **more)
+        found = getattr(learner, "found", None)
+        after = losses(learner)
+        rises = [math.expm1(min(now - then, 50.0)) for now, then in zip(after, before, strict=True)]
+        known = trial.known(learner)
+        rows.append(
+            {
+                "rate": rate,
+                "known": known,
+                "rise of background": rises[0],
+                "rise of other answers": rises[1],
+                "score": known - trial.chunks * max(0.0, *rises),
+                "seconds": time.perf_counter() - started,
+                **{name: value for name, value in learned.items() if name != "curve"},
+            }
+        )
+        print(rows[-1], flush=True)
+    given.rate = max(rows, key=lambda row: row["score"])["rate"]
+    print(f"{given.method}: --rate {given.rate}", flush=True)
+    return rows
+
+
 class Course:
     """A method that is taught piece by piece, a row for each, and how the result of it all begins."""
 
@@ -198,7 +261,7 @@ class Course:
         self.rows: list[dict[str, Any]] = []
         self.result: dict[str, Any] = {
             "experiment": experiment,
-            "settings": {name: value for name, value in vars(self.given).items() if name not in PLACES},
+            "settings": said_of(self.given),
             "sha256 of the texts": ground.sha256,
         }
 

@@ -141,7 +141,7 @@ def method(
     if name in ("memit", "alphaedit"):
         first = int(WRITTEN[0] * blocks)
         last = min(first + WRITTEN[1], blocks - 1)  # after the last block nothing reads it any more
-        return ClosedForm(tuned, reading, free, name, rate, range(first, last))
+        return ClosedForm(tuned, reading, free, name, rate, range(first, last), given.clamp)
     options: dict[str, Any] = {"rate": rate, "keep": given.keep, "strength": given.strength}
     if name == "memory":
         return Memory(model, reading, tuned, free, old, **options)

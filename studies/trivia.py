@@ -45,10 +45,11 @@ from typing import Any
 
 import torch
 
+from attractor.hf.teachable import cut
 from attractor.results import write_result
 from studies import trivia_data
 from studies.facts_cells import carry_out, parser_of
-from studies.facts_ground import Call, Course, Ground
+from studies.facts_ground import Call, Course, Ground, Trial, climb, said_of, shuffled
 from studies.facts_methods import Basins, Retrieval
 from studies.facts_tuning import FineTune
 from studies.trivia_data import KINDS, Question, answered, f1, marks
@@ -72,27 +73,51 @@ class Trivia(Ground):
         self.sources = {name: source for name, (source, _) in files.items()}
         self.nq, self.lambada, self.hellaswag = (files[name][1][: given.asked] for name in names[1:])
         every = trivia_data.questions(given.data)[given.skip :]
-        self.questions = self._unknown(every, given.questions)
-        self.others = [question.question for question in every[self.asked_first :]]
+        self.questions, self.asked_first = self._unknown(every, given.questions)
+        self.others = every[self.asked_first :]
+        if others := self.others[: given.other_questions]:
+            said = "\n\n".join("".join(trivia_data.forms(question)[0]) for question in others)
+            self.free = shuffled([self.free, cut([said], self.encode, self.free.shape[1])])
 
-    def subjects(self, how: str) -> list[tuple[str, str]]:
+    def trial(self, asked: int = 100) -> Trial:
+        """One chunk of the questions that are not asked, and so many more of them that are not taught."""
+        others = self.others[self.given.other_questions :]
+        taught, read = self._unknown(others, self.given.chunk)
+        untaught = others[read:][:asked]
+
+        def known(learner: Any) -> float:
+            own = [way for way in self.answers(learner, taught).values() if way]
+            right = [[answered(text, taught[n].aliases) for n, text in way.items()] for way in own]
+            return sum(sum(way) / len(way) for way in right) / len(right)
+
+        return Trial(
+            [trivia_data.forms(question) for question in taught],
+            [text for text, _ in self.subjects(self.given.subjects, taught)],
+            known,
+            [trivia_data.forms(question)[0] for question in untaught],
+            -(-self.given.questions // self.given.chunk),
+        )
+
+    def subjects(self, how: str, questions: Sequence[Question]) -> list[tuple[str, str]]:
         """What each lesson is about, and of which kind that is; nothing that is examined has a part in it."""
-        asked = [question.question for question in self.questions]
+        asked = [question.question for question in questions]
         if how == "end":
             return trivia_data.subjects(asked, ("end",))
         if how == "name":
             return trivia_data.subjects(asked)
         free = torch.cat([self.free, self.old])[: max(len(self.others), 1)]
         background = [self.decode(row) for row in free.tolist()]
-        return trivia_data.subjects(asked, others=self.others + background)
+        others = [question.question for question in self.others if question not in questions]
+        return trivia_data.subjects(asked, others=others + background)
 
-    def _unknown(self, every: Sequence[Question], count: int) -> list[Question]:
-        """The first questions that the model does not answer by itself, read as the exam reads an answer."""
+    def _unknown(self, every: Sequence[Question], count: int) -> tuple[list[Question], int]:
+        """The first questions that the model does not answer by itself, read as the exam reads an answer;
+        and how many were read to find them."""
         found: list[Question] = []
-        self.asked_first = 0
-        while len(found) < count and self.asked_first < len(every):
-            part = every[self.asked_first :][:count]
-            self.asked_first += len(part)
+        read = 0
+        while len(found) < count and read < len(every):
+            part = every[read:][:count]
+            read += len(part)
             prompts = [trivia_data.forms(question)[0][0] for question in part]
             written = self.reader.write(self.model, prompts)
             found += [q for q, said in zip(part, written, strict=True) if not answered(said, q.aliases)]
@@ -101,26 +126,34 @@ class Trivia(Ground):
                 f"--questions {count} --skip {self.given.skip}: of {len(every)} questions the model does not "
                 f"know {len(found)}; ask for fewer, or `prepare` more"
             )
-        return found[:count]
+        return found[:count], read
 
     def examine(self, learner: Any, *, told: bool = False) -> Exam:
         """All figures of what learned; with `told` each question's answer stands before it."""
         golds = [question.aliases for question in self.questions]
+        exam: Exam = {"trivia": {}, "right": {}}
+        for way, said in self.answers(learner, self.questions, told=told).items():
+            own = [golds[n] for n in said]
+            exam["trivia"][way] = marks([*said.values()], own) | {"questions": len(own)}
+            exam["right"][way] = {str(n): answered(text, golds[n]) for n, text in said.items()}
+        return exam | self.not_taught(learner)
+
+    def answers(
+        self, learner: Any, questions: Sequence[Question], *, told: bool = False
+    ) -> dict[str, dict[int, str]]:
+        """What is written after each question by its number, as taught and in every other way."""
         asked: dict[str, list[str | None]] = {}
-        asked["as taught"] = [trivia_data.forms(question)[0][0] for question in self.questions]
+        asked["as taught"] = [trivia_data.forms(question)[0][0] for question in questions]
         asked |= {
-            way: [trivia_data.reworded(question.question, way) for question in self.questions]
+            way: [trivia_data.reworded(question.question, way) for question in questions]
             for way in trivia_data.REWORDED
         }
-        exam: Exam = {"trivia": {}, "right": {}}
+        found = {}
         for way, prompts in asked.items():
             own = [n for n, prompt in enumerate(prompts) if prompt is not None]
-            said = self.reader.write(
-                learner.model, [(self._told(n) if told else "") + str(prompts[n]) for n in own]
-            )
-            exam["trivia"][way] = marks(said, [golds[n] for n in own]) | {"questions": len(own)}
-            exam["right"][way] = {str(n): answered(text, golds[n]) for n, text in zip(own, said, strict=True)}
-        return exam | self.not_taught(learner)
+            whole = [(self._told(questions[n]) if told else "") + str(prompts[n]) for n in own]
+            found[way] = dict(zip(own, self.reader.write(learner.model, whole), strict=True))
+        return found
 
     def not_taught(self, learner: Any) -> Exam:
         """What was not taught."""
@@ -146,8 +179,8 @@ class Trivia(Ground):
             right += costs.index(min(costs)) == row["gold"]
         return right / len(self.hellaswag)
 
-    def _told(self, number: int) -> str:
-        prompt, answer = trivia_data.forms(self.questions[number])[0]
+    def _told(self, question: Question) -> str:
+        prompt, answer = trivia_data.forms(question)[0]
         return f"{prompt}{answer}\n\n"
 
 
@@ -190,15 +223,21 @@ def by_kind(right: dict[str, dict[str, bool]], kinds: Sequence[str]) -> dict[str
 def run(given: argparse.Namespace) -> None:
     """One method with one seed; the result is written after every measurement."""
     study = Trivia(given)
+    ladder = climb(study, study.trial(), frames=trivia_data.FRAMES) if given.ladder else []
+    if given.only_ladder:
+        return write_result(
+            given.result, {"experiment": "ladder", "settings": said_of(given), "rows": ladder}
+        )
     told = given.method == "retrieval"
     first = time.perf_counter()
     before = study.examine(Retrieval(study.model)) | {"background": study.background()}
     examined = time.perf_counter() - first
-    subjects = study.subjects(given.subjects)
+    subjects = study.subjects(given.subjects, study.questions)
     course = Course(study, "trivia", frames=trivia_data.FRAMES)
     learner, result = course.learner, course.result
     result |= {
         "sources": study.sources,
+        "ladder": ladder,
         "asked to find them": study.asked_first,
         "original": {**before, "right": None},
         "chunks": course.rows,
@@ -302,6 +341,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     one.add_argument("--chunk", type=int, default=50, help="questions that are taught together")
     one.add_argument("--asked", type=int, default=1000, help="of each other exam")
     one.add_argument("--subjects", choices=SUBJECTS, default="rare", help="what a lesson is about")
+    one.add_argument(
+        "--other-questions", type=int, default=600, help="of those not asked, background to calibrate by"
+    )
     one.add_argument("--small", action="store_true", help=f"see that it runs: {SMALL}")
     given = parser.parse_args(arguments)
     if given.verb == "prepare":

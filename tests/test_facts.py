@@ -26,6 +26,7 @@ def given(method, **options):
         "rank": 16,
         "also": [],
         "lesson": {},
+        "clamp": 4.0,
     }
     return SimpleNamespace(**{**plain, **options})
 

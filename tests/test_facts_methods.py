@@ -104,6 +104,17 @@ class TestClosedForm:
 
         assert nats(edited) < nats(lambda tokens: model(tokens).logits) - 0.01
 
+    def test_targets_are_as_long_as_the_clamp_allows_and_do_not_depend_on_the_weight(self):
+        settings = {**BRIEF, "passes": 12, "enough": 0.0}
+        short, long = (learner("memit", settings, clamp=clamp, rate=1e-4) for clamp in (0.02, 4.0))
+        lengths = [own.learn(LESSONS, 0)["length of the targets"] for own in (short, long)]
+        assert lengths[0] == pytest.approx(0.02, rel=1e-4)
+        assert 0.02 < lengths[1] <= 4
+        again = learner("memit", settings, clamp=0.02, rate=1e3)
+        missed = again.learn(LESSONS, 0, found=short.found)
+        assert again.found is short.found
+        assert missed["left of the targets"] > 0.9
+
     def test_a_model_that_norms_what_its_ffn_makes_is_refused(self):
         model = llama(256, blocks=3)
         model.model.layers[1].post_feedforward_layernorm = torch.nn.Identity()

@@ -238,6 +238,41 @@ def test_a_model_is_taught_and_examined(method, data, small, tmp_path, monkeypat
     assert json.loads((tmp_path / "sum.json").read_text())["methods"][method]["as taught, F1"]["mean"] >= 0
 
 
+@pytest.mark.parametrize("method", ["memit", "grace"])
+def test_a_ladder_is_climbed_on_questions_that_no_cell_asks(method, data, small, tmp_path, monkeypatch):
+    monkeypatch.setattr(trivia, "SMALL", {"questions": 2, "chunk": 2, "asked": 3, "windows": 4})
+    cell = tmp_path / "ladder.json"
+    options = {"texts": small, "data": data, "device": "cpu", "lesson": json.dumps(BRIEF), "result": cell}
+    command = [*arguments(**options, method=method), "--other-questions", "0", "--ladder", "0.01", "100"]
+    trials = []
+    monkeypatch.setattr(
+        trivia, "climb", lambda *own, **more: trials.append(own) or facts_ground.climb(*own, **more)
+    )
+    trivia.main([*command, "--only-ladder"])
+    ((study, trial),) = trials
+    asked = {question.question for question in study.questions}
+    taught = {prompt for lesson in trial.lessons for prompt, _ in lesson}
+    untaught = {prompt for prompt, _ in trial.untaught}
+    assert len(trial.lessons) == 2
+    assert untaught
+    assert not any(question in prompt for question in asked for prompt in taught | untaught)
+    assert not taught & untaught
+    rows = json.loads(cell.read_text())["rows"]
+    assert [row["rate"] for row in rows] == [0.01, 100]
+    for row in rows:
+        harm = max(0, row["rise of background"], row["rise of other answers"])
+        assert row["score"] == pytest.approx(row["known"] - trial.chunks * harm)
+    assert study.given.rate == max(rows, key=lambda row: row["score"])["rate"]
+    if method == "memit":  # targets are found once, and a larger weight misses more of them
+        assert rows[0]["nats with the targets"] == rows[1]["nats with the targets"]
+        assert rows[0]["left of the targets"] < rows[1]["left of the targets"]
+
+
+def test_a_ladder_needs_a_copy_of_the_model(data, small, tmp_path):
+    with pytest.raises(ValueError, match="--ladder is for methods that work on a copy"):
+        trivia.main([*arguments(texts=small, data=data, result=tmp_path / "cell.json"), "--ladder", "1"])
+
+
 def test_what_is_unknown_is_read_as_the_exam_reads_it(data, small, tmp_path, monkeypatch):
     """The mark that ends a text sticks to the answer before it, and what comes after is no answer."""
     written = {
