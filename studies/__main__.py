@@ -24,6 +24,7 @@ from attractor.cli.common import INTERRUPTED, dataset_of, mistakes, progress_bar
 from attractor.config import check_seed
 from studies import (
     anatomy,
+    capacity,
     equal_time,
     forgetting,
     knobs,
@@ -348,6 +349,25 @@ class Retrofit(Cells):
 
 
 @dataclass(kw_only=True)
+class Capacity(Cells):
+    """Bits of made-up biographies that dense and APN models and lessons keep, per parameter."""
+
+    size: capacity.Size = "smoke"
+    """"smoke": half a minute on two CPU cores, no conclusions. "full", "large": one GPU."""
+    seed: int = 0
+    """The seed of the people and of the models."""
+
+    def run(self) -> None:
+        out = self.out or Path(f"runs/capacity-{self.size}")
+        result = self.result or out / "result.json"
+        with CellBar("capacity") as report:
+            capacity.run(
+                self.size, out, result, device=self.device, jobs=self.jobs, seed=self.seed, report=report
+            )
+        show(result)
+
+
+@dataclass(kw_only=True)
 class Report:
     """Show results: one HTML page from their JSON, and Markdown with figures where asked."""
 
@@ -385,6 +405,7 @@ STUDIES: dict[str, Any] = {
     "anatomy": Anatomy,
     "match": Match,
     "time": Time,
+    "capacity": Capacity,
     "retrofit": Retrofit,
 }
 

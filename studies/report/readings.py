@@ -17,6 +17,7 @@ STUDIES = {
     "sensitivity": "What the options of a layer do",
     "knobs": "What the knobs of learning from a stream do",
     "anatomy": "What patches are for",
+    "capacity": "What patches hold",
     "match": "Models of like size on several texts",
     "time": "Models at equal time",
     "retrofit": "A pretrained model learns a domain",

@@ -229,6 +229,29 @@ def anatomy(result: Result) -> list[Table]:
     ]
 
 
+def capacity(result: Result) -> list[Table]:
+    """Models, then lessons: bits that are kept, beside what they are kept in."""
+    columns = [
+        Column("what learned", words=True),
+        Column("exposures"),
+        Column("people"),
+        Column("values right"),
+    ]
+    columns += [Column("bits kept of a person"), Column("of all", "bits per parameter")]
+    columns += [Column("of FFNs", "bits per parameter"), Column("bits per byte"), Column("bytes of a lesson")]
+    columns += [Column("rate"), Column("seconds", main=False)]
+    lines = []
+    for title, row in result.values["rows"].items():
+        line = [name(title.partition(",")[0]), count(row["exposures"]), count(row["people"])]
+        line += [number(row["values right"], ".1%"), number(row["bits kept of a person"], ".2f")]
+        keys = ("bits per parameter", "bits per parameter of FFNs", "bits per byte")
+        line += [number(row.get(key), ".3f") for key in keys]
+        line += [number(row.get("bytes of a lesson"), ",.0f"), number(row["rate"], "g")]
+        lines.append([*line, number(row["seconds"], ".0f")])
+    bits = next(iter(result.values["rows"].values()))["bits of a person"]
+    return [Table(f"Biographies of {bits:.2f} bits beside a name", columns, lines)]
+
+
 def match(result: Result) -> list[Table]:
     columns = [Column("text", words=True), Column("model", words=True), Column("validation loss, nats")]
     columns += map(Column, ("perplexity", "seeds", "parameters", "multiply-adds per token"))
@@ -378,6 +401,7 @@ TABLES: dict[str, Callable[[Result], list[Table]]] = {
     "sensitivity": sensitivity,
     "knobs": knobs,
     "anatomy": anatomy,
+    "capacity": capacity,
     "match": match,
     "time": time_tables.tables,
     "retrofit": retrofit,
