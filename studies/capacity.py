@@ -51,7 +51,7 @@ POOLS = {"month": 12, "day": 28, "city": 200, "school": 300, "field": 100, "firm
 """How many values each attribute can have."""
 STEPS = (0.03, 0.1, 0.3, 1.0)
 ASKED = 2000
-"""So many of the people that a model knew are asked after before and after lessons."""
+"""So many of the people that a model knew are background to calibrate by, and are asked after as well."""
 PLAIN: dict[str, Any] = {
     "enough": 0.0,
     "contexts": 1,  # a name looks the same wherever it stands
@@ -331,7 +331,7 @@ def taught(
     before, own_before = ask(model, words, strangers), ask(model, words, known[:ASKED])
     config = LessonConfig(step=step, passes=exposures, **PLAIN)
     started = time.perf_counter()
-    lessons = lessons_beside(model, words, known[: max(400, 4 * plan.dim)], config)
+    lessons = lessons_beside(model, words, known[:ASKED], config)
     for part in strangers.split(plan.together):
         some = part.tolist()
         lessons.learn_many(
