@@ -74,7 +74,8 @@ class Plan:
     layers: int
     people: int
     exposures: tuple[int, ...]
-    batch: int
+    batches: tuple[int, ...]
+    """How many are read at once for each number of exposures: few exposures need many steps."""
     rates: tuple[float, ...]
     steps: tuple[float, ...]
     """Lengths of steps of lessons; the best one is chosen in the same way."""
@@ -87,9 +88,9 @@ class Plan:
 
 
 PLANS: dict[Size, Plan] = {
-    "smoke": Plan(32, 2, 60, (20, 40), 30, (1e-2,), (0.3, 1.0), 6, 6, {"top_k": 2}),
-    "full": Plan(64, 4, 20_000, (100, 1000), 2000, (1e-3, 3e-3, 1e-2), STEPS, 200, 50, {"top_k": 4}),
-    "large": Plan(128, 4, 50_000, (100, 1000), 2500, (1e-3, 3e-3), STEPS, 200, 50, {"top_k": 4}),
+    "smoke": Plan(32, 2, 60, (20, 40), (30, 30), (1e-2,), (0.3, 1.0), 6, 6, {"top_k": 2}),
+    "full": Plan(64, 4, 20_000, (100, 1000), (500, 1000), (1e-3, 3e-3, 1e-2), STEPS, 200, 50, {"top_k": 4}),
+    "large": Plan(128, 4, 50_000, (100, 1000), (500, 2000), (1e-3, 3e-3), STEPS, 200, 50, {"top_k": 4}),
 }
 
 
@@ -223,19 +224,20 @@ def train(settings: Settings) -> tuple[GPT, Values]:
     people = words.people(plan.people, settings["seed"]).to(device)
     torch.manual_seed(settings["seed"])
     model = model_of(settings["kind"], plan, words).to(device)
-    steps = plan.people * settings["exposures"] // plan.batch
+    batch = plan.batches[plan.exposures.index(settings["exposures"])]
+    steps = plan.people * settings["exposures"] // batch
     rates = TrainConfig(
         max_steps=steps,
         learning_rate=settings["rate"],
         min_learning_rate=settings["rate"] / 100,
         warmup_steps=steps // 50,
         weight_decay=0.01,
-        batch_size=plan.batch,
+        batch_size=batch,
     )
     optimizer = make_optimizer(model, rates, fused=device.type == "cuda")
     draw = torch.Generator(device=device).manual_seed(settings["seed"])
     started = time.perf_counter()
-    for step, part in zip(range(steps), _parts(people, plan.batch, draw), strict=False):
+    for step, part in zip(range(steps), _parts(people, batch, draw), strict=False):
         tokens = words.read(part, orders(len(part), len(words.pools), draw))
         with autocast(device, "auto"):
             logits = model(tokens[:, :-1])
