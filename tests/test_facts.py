@@ -161,8 +161,15 @@ class TestMethods:
             "lesson": json.dumps(lesson),
             "result": tmp_path / "cell.json",
         }
-        facts.main(["run", *(str(part) for name, value in options.items() for part in (f"--{name}", value))])
+        command = ["run", *(str(part) for name, value in options.items() for part in (f"--{name}", value))]
+        if method == "memit":  # the rates are tried on another grammar, and the best is the run's
+            command += ["--ladder", "1", "1000"]
+        facts.main(command)
         cell = json.loads((tmp_path / "cell.json").read_text())
+        if method == "memit":
+            best = max(cell["ladder"], key=lambda row: row["score"])
+            assert [row["rate"] for row in cell["ladder"]] == [1, 1000]
+            assert cell["settings"]["rate"] == best["rate"]
         assert cell["facts"] == 2 * 2 * 4 + 2
         assert [row["name"] for row in cell["chunks"]] == ["chunk 0", "chunk 1", "revisions", "capitals"]
         for figures in (cell["after"], cell["behind the guard"]):
