@@ -49,7 +49,7 @@ NAMES = (150, 150, 150)
 """First, middle and last names: one token each."""
 POOLS = {"month": 12, "day": 28, "city": 200, "school": 300, "field": 100, "firm": 256}
 """How many values each attribute can have."""
-STEPS = (0.03, 0.1, 0.3, 1.0)
+STEPS = (0.3, 1.0, 3.0, 10.0)
 ASKED = 2000
 """So many of the people that a model knew are background to calibrate by, and are asked after as well."""
 PLAIN: dict[str, Any] = {

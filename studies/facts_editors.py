@@ -304,6 +304,7 @@ class ClosedForm(Editor):
         left = (wanted - (now - before)).norm() / wanted.norm().clamp(min=1e-9)
         return {
             "passes": self.found.passes,
+            "length of the stream": before.norm(dim=1).mean().item(),
             "length of the targets": self.found.length,
             "nats with the targets": self.found.nats,
             "left of the targets": left.item(),
