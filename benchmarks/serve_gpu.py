@@ -792,6 +792,7 @@ def main() -> int:
         row("while learning", lambda: while_learning(place, usual, 2), wanted=False)
         row("while learning less", lambda: while_learning(place, 0.15, 1), wanted=False)
         service.limits = dataclasses.replace(service.limits, learning_share=usual)
+        row("acknowledgement", lambda: acknowledgement(place), wanted=False)
         before = list[Any]()
 
         def ask_first() -> dict[str, Any]:
@@ -807,7 +808,6 @@ def main() -> int:
             row("with them", lambda: compared(place, rates(place)))
         most = 32 if 32 in sizes.clients else sizes.clients[-1]
         row("ten thousand lessons", lambda: many_lessons(place, most), wanted=False)
-        row("acknowledgement", lambda: acknowledgement(place), wanted=False)
         row("hostile", lambda: hostile(place, tokenizer, text), wanted=False)
         row("start again", lambda: start_again(options))
         row("end", lambda: {"torch": torch.__version__, "passes": passes_of(service)})
