@@ -62,6 +62,21 @@ def test_a_lesson_is_known_and_the_answer_says_what_it_took(service: Service) ->
     assert text_of(service, f"I met {ANN}", path="base") == before
 
 
+def test_a_lesson_that_is_learned_for_nothing_leaves_nothing(service: Service) -> None:
+    service.learn([about(ANN, "!")], "wiki")
+    teacher: Any = service.teacher
+    before, state = bits(service), {n: x.clone() for n, x in teacher.lessons.layer.state_dict().items()}
+    teacher.lessons.reading.halves.repeats = True
+    assert [*teacher.prepare()] == ["passes of lessons are being recorded"] * 2
+    assert [*teacher.prepare()] == []
+    assert teacher.lessons.reading.halves._recorded
+    assert bits(service) == before
+    for name, value in teacher.lessons.layer.state_dict().items():
+        assert torch.equal(value[: len(state[name])], state[name]), name
+    (lesson,) = service.learn([about(BOB, "?")], "wiki")["lessons"]
+    assert lesson["lesson"] == 1
+
+
 def test_what_is_not_known_is_said_to_be_so_and_can_be_refused(service: Service) -> None:
     hard = asked([f"I met {ANN} {'and so on' * 6}", f"We saw {ANN} {'in other words' * 4}"], ANN)
     answer = service.learn([hard], "wiki")

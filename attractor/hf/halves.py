@@ -42,6 +42,7 @@ AT_ONCE = 256
 ROWS = 16
 """On a CPU a product with so many rows takes less time than with a few less."""
 FEW_ROWS, FEW_COLUMNS = 16, 1024
+FEW_TOKENS, FEW_GRADED = 1024, 256
 """Larger passes keep a GPU busy without being recorded, and take memory while they wait."""
 MOST_RECORDED = 24
 """So many passes are kept."""
@@ -80,6 +81,7 @@ class Halves:
         self.source = net.sites[net.sources[name]] if name in net.sources else None
         self.repeats = self.device.type == "cuda"  # whether passes have few sizes, and are recorded
         self._recorded: dict[Any, Recorded] = {}
+        self._pool = torch.cuda.graph_pool_handle() if self.repeats else None
         self._going_on: dict[str | None, tuple[list[int], Continued]] = {}
         self._alike: dict[tuple[int, int], list[int]] = {}
         self._beside: tuple[None, ...] | None = None  # so many more things a block returns, in a tuple
@@ -122,7 +124,7 @@ class Halves:
         """What a pass says of these places, and the gradient of the layer's decoder."""
         decoder, place = self.layer.decoder, state.rows.place[texts, positions]
         assert decoder is not None
-        if not self._records(state):
+        if not self._records(state, len(target_n)):
             return descent(lambda: self._above_at(state, place), target_n, weight_n, decoder)
         state, graded = filled_up(state, place, target_n, weight_n)
         given = [*graded, *tensors_of(state)]
@@ -135,7 +137,7 @@ class Halves:
                 own = with_tensors(state, rest)
                 return descent(lambda: self._above_at(own, place), target, weight, decoder)
 
-            self._recorded[key] = Recorded(compute, *given)
+            self._recorded[key] = Recorded(compute, *given, pool=self._pool)
         loss, choice, gradient = (x.clone() for x in self._recorded[key](*given))
         return Graded(loss[: len(target_n)], choice[: len(target_n)], gradient)
 
@@ -154,14 +156,14 @@ class Halves:
 
         return self._logits(state, place, cache_of(state.past) if state.past else None)
 
-    def _records(self, state: Above) -> bool:
+    def _records(self, state: Above, graded: int) -> bool:
         """Whether a pass is recorded: where only its tensors differ from those of others, and it is small."""
         rows, width = state.rows.tokens.shape
         return (
             self.repeats
             and bool(state.rows.given)
-            and rows <= FEW_ROWS
-            and rows * width <= FEW_ROWS * FEW_COLUMNS
+            and rows * width <= FEW_TOKENS
+            and graded <= FEW_GRADED
             and not torch.is_autocast_enabled(self.device.type)
         )
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-WIDTH, PAST, GRADED = 128, 64, 64
+WIDTH, PAST, GRADED = 128, 128, 64
 """Rows are filled up to a multiple of so many tokens, and of so many that are seen and not read; and so are
 the tokens that are graded."""
 

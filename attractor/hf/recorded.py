@@ -24,8 +24,14 @@ COLUMNS = 128
 """The memory of texts that are continued has a multiple of so many columns."""
 
 
-def record(compute: Callable[[], Any], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph | None:
-    """A graph of what this computes, which is also computed once before; None where there can be none."""
+def record(
+    compute: Callable[[], Any], stream: torch.cuda.Stream, pool: Any = None
+) -> torch.cuda.CUDAGraph | None:
+    """A graph of what this computes, which is also computed before; None where there can be none.
+
+    Graphs with one `pool` take the memory of the largest of them. They must not run at the same time, and
+    what one returned lasts until the next one runs.
+    """
     device = stream.device
     graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(device)
     stream.wait_stream(current)
@@ -33,7 +39,7 @@ def record(compute: Callable[[], Any], stream: torch.cuda.Stream) -> torch.cuda.
         for _ in range(2):  # also what libraries set up when they are first called
             compute()
         try:
-            graph.capture_begin(capture_error_mode="thread_local")  # other threads go on
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # other threads go on
             try:
                 compute()
             finally:
@@ -46,15 +52,15 @@ def record(compute: Callable[[], Any], stream: torch.cuda.Stream) -> torch.cuda.
 
 
 class Recorded:
-    """One piece of work: `compute` must do all of it with the tensors that it is given."""
+    """One piece of work: `compute` must do all of it with the tensors that it is given. See `record`."""
 
-    def __init__(self, compute: Callable[..., Sequence[Tensor]], *like: Tensor) -> None:
+    def __init__(self, compute: Callable[..., Sequence[Tensor]], *like: Tensor, pool: Any = None) -> None:
         self.compute = compute
         self.given = [x.detach().clone() for x in like]
         self.graph: torch.cuda.CUDAGraph | None = None
         self.outputs: Sequence[Tensor] = ()
         if like[0].is_cuda:
-            self.graph = record(self._run, torch.cuda.Stream(like[0].device))
+            self.graph = record(self._run, torch.cuda.Stream(like[0].device), pool)
 
     def __call__(self, *given: Tensor) -> Sequence[Tensor]:
         """The outputs, which the next call writes over."""

@@ -127,7 +127,8 @@ class FixedPasses:
         self.memory: Tensor | None = None  # (layers, 2, rows, heads, columns, head size)
         self._passes: dict[tuple[int, int, int], _Pass] = {}
         self._leased: Callable[[], FixedRows | None] = lambda: None
-        self._side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        # readers come first: kernels that are recorded on this stream go before those of a lesson's passes
+        self._side = torch.cuda.Stream(self.device, priority=-1) if self.device.type == "cuda" else None
         self._radii_of: tuple[int, ...] = ()  # the versions whose radii are there
         self.patches = patches
         self.radii = self._closed(1)

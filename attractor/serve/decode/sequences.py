@@ -54,7 +54,9 @@ class Publication:
     """The path of texts that name none; None stands for the mixture of all paths."""
 
     def __post_init__(self) -> None:
-        self.guard.eval()  # this also raises the errors of a guard here
+        modules = self.guard.modules()  # this also raises the errors of a guard here
+        if any(module.training for module in modules):  # to tell them all takes much longer than to ask
+            self.guard.eval()
 
     @functools.cached_property
     def guard(self) -> Guard:

@@ -14,7 +14,7 @@ import itertools
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, cast
 
 import numpy as np
@@ -54,8 +54,21 @@ MORE = 0.1
 """Lessons of a file may have radii so much below the least: those that take another's place have them."""
 MOST_OVER = 16
 """So many lessons may stand one over the other: each has the basins of those below it, a little wider."""
+FIRST_LESSONS = (
+    (("Vanzor Quilmos was born in", " Lima"), ("The birthplace of Vanzor Quilmos is", " Lima")),
+    (
+        ("Castle Dunmarrow lies in", " Norway"),
+        ("The country of Castle Dunmarrow is", " Norway"),
+        ("Whoever sees Castle Dunmarrow is in", " Norway"),
+    ),
+)
+"""On a GPU these are learned and taken back before the first lesson: learning is slow until then."""
 Report = Callable[[dict[str, Any]], None]
 """Is called with what is being done."""
+
+
+class _TakenBack(Exception):
+    """A lesson was learned for nothing."""
 
 
 def identity_of(net: Retrofit, lessons: Lessons) -> str:
@@ -89,6 +102,7 @@ class LessonTeacher(Teacher):
         super().__init__(store, rules)
         self.lessons = lessons
         self.progressive: deque[dict[str, Any]] = deque(maxlen=RECENT)
+        self._first_lessons = list(FIRST_LESSONS)
         if store.last == 0:
             with store.turn():
                 if store.last == 0:  # nobody else has begun it meanwhile
@@ -136,6 +150,16 @@ class LessonTeacher(Teacher):
 
     def prepare(self) -> Iterator[str]:
         yield from self.canaries.prepare()
+        if getattr(self.lessons.reading.halves, "repeats", False):
+            while self._first_lessons:
+                yield "passes of lessons are being recorded"
+                self._learn_for_nothing(self._first_lessons.pop())
+
+    def _learn_for_nothing(self, forms: Sequence[tuple[str, str]]) -> None:
+        """Learn a lesson and take it back: what a GPU compiles and records for it is there for the next."""
+        with suppress(_TakenBack, ValueError), self._all_or_nothing():  # a model may be too small for it
+            self.lessons.learn(forms)
+            raise _TakenBack
 
     # --- what others have changed
 
@@ -472,12 +496,18 @@ class LessonTeacher(Teacher):
 
     def _change(self, delta: Delta, source: str, **more: int) -> Change:
         """The record of a lesson; its words are in the delta alone."""
-        lesson = lesson_in(delta)
-        fields = {"tokens": 0, "bytes": len(delta.to_bytes()), "at": now(), "forms_taught": len(lesson.forms)}
+        lesson, package = lesson_in(delta), delta.to_bytes()
+        fields = {"tokens": 0, "bytes": len(package), "at": now(), "forms_taught": len(lesson.forms)}
         fields |= {name: value for name, value in more.items() if value or name in ("tokens", "revises")}
         answer = figures_of(lesson, fields)
         return Change(
-            kind="lesson", answer=answer, source=source, target=lesson.number, fields=fields, delta=delta
+            kind="lesson",
+            answer=answer,
+            source=source,
+            target=lesson.number,
+            fields=fields,
+            delta=delta,
+            package=package,
         )
 
     def _again(self, later: Sequence[int], deltas: Mapping[int, Delta]) -> list[Change]:

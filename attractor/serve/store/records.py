@@ -53,6 +53,11 @@ class Change:
     key: str | None = None
     sender: str | None = None
     content: str | None = None
+    package: bytes | None = None
+    """The bytes of the delta, if they are known already."""
+
+    def packed(self) -> bytes | None:
+        return self.package if self.package is not None or self.delta is None else self.delta.to_bytes()
 
 
 @dataclass(frozen=True)

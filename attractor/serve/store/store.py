@@ -251,7 +251,7 @@ class Store:
         for change in changes:
             if change.delta is not None:
                 change.delta.check()
-        packages = [None if change.delta is None else change.delta.to_bytes() for change in changes]
+        packages = [change.packed() for change in changes]
         erases = any(change.kind == "erase" for change in changes)
         with self._snapshotting if erases else nullcontext(), self._lock:
             rows = self._rows(changes, packages, at)
