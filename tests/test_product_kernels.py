@@ -290,6 +290,7 @@ def test_every_kernel_assembles(capability):
 class TestOnGPU:
     @every_dtype
     @pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+    @pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # torch 2.11, on a GPU
     def test_same_bits_twice(self, dtype, sparse):
         layer = layer_of(dtype, dim=64, num_patches=1024, top_k=4, rank=2, sparse_gradients=sparse)
         x = tokens_of(layer, 5000).requires_grad_()
