@@ -27,7 +27,9 @@ from studies import (
     capacity,
     equal_time,
     forgetting,
+    gaps,
     knobs,
+    locality,
     match,
     retrofit,
     sensitivity,
@@ -253,6 +255,34 @@ class Anatomy(Repeated):
 
 
 @dataclass(kw_only=True)
+class Locality(Repeated):
+    """A stream of domains without labels, guard or replay: sparse patches and basins against everybody."""
+
+    stream: tuple[str, ...] = ()
+    """The domains of the stream, in order (default: the first four besides the First Folio)."""
+    methods: tuple[str, ...] = tuple(locality.LEARNERS)
+    """Rows of the table, such as "basins beside the base"."""
+
+    def measure(self, bench: Benchmark, result: Path) -> None:
+        locality.study(bench, result, stream=self.stream, methods=self.methods)
+
+
+@dataclass(kw_only=True)
+class Gaps(Repeated):
+    """What the guard's bound does not cover: first tokens, greedy answers, samples, windows that mix."""
+
+    stream: tuple[str, ...] = ()
+    """The domains that overlays learn; the first is the one of a single overlay."""
+    rate: float | None = None
+    """That of every overlay (default: the middle of the size's)."""
+    basins_rate: float | None = None
+    """That of the basins (default: the middle of the size's)."""
+
+    def measure(self, bench: Benchmark, result: Path) -> None:
+        gaps.run(bench, result, stream=self.stream, rate=self.rate, basins_rate=self.basins_rate)
+
+
+@dataclass(kw_only=True)
 class Match(Repeated):
     """APN against dense, MoE and Switch at equal parameters, and at no more multiply-adds per token."""
 
@@ -403,6 +433,8 @@ STUDIES: dict[str, Any] = {
     "sensitivity": Sensitivity,
     "knobs": Knobs,
     "anatomy": Anatomy,
+    "locality": Locality,
+    "gaps": Gaps,
     "match": Match,
     "time": Time,
     "capacity": Capacity,

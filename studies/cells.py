@@ -15,7 +15,7 @@ from attractor.config import RunConfig, check_number, check_size
 from attractor.distributed import parse_device
 from attractor.results import write_result
 from attractor.version import __version__
-from studies import adapting, anatomy, harm, knobs, streams, time_cells
+from studies import adapting, anatomy, gaps, harm, knobs, locality, streams, time_cells
 from studies.grid import (
     Inquiry,
     Key,
@@ -54,6 +54,8 @@ WORK: dict[str, Callable[[Settings, Path], Values]] = {
     "anatomy": anatomy.examine,
     "quality": time_cells.quality,
     "clock": time_cells.clock,
+    "locality": locality.run,
+    "gaps": gaps.measure,
 }
 
 Cells = dict[str, Settings]
@@ -268,6 +270,31 @@ class Benchmark:
     def anatomy(self, kind: str, source: str, seed: int) -> Cells:
         base, members = self.base(kind, source, seed), self.members(source)
         return {f"anatomy-{base}": self._cell("anatomy", members, base=base, members=members)}
+
+    def locality_base(self, method: str, seed: int) -> Cells:
+        """The model that a learner of `locality` starts from."""
+        learner = locality.LEARNERS[method]
+        return self.pretrain(learner.method.model, HOME, seed, self._sparse(learner))
+
+    def _sparse(self, learner: locality.Learner) -> Variant | None:
+        if learner.patches is None or learner.variant is None:
+            return None
+        return Variant(learner.variant, locality.variant_of(self.plan, learner.patches))
+
+    def locality(
+        self, method: str, order: Sequence[str], seed: int, rate: float, *, long: bool = False
+    ) -> Cells:
+        learner = locality.LEARNERS[method]
+        base = self.base(learner.method.model, HOME, seed, self._sparse(learner))
+        settings = {"order": list(order), "method": method, "rate": rate, "seed": seed, "long": long}
+        cell = self._cell("locality", order, base=base, **settings)
+        kind = "long" if long else "stream"
+        return {f"locality-{kind}-{'-'.join(order)}-{slug(method)}-{rate:g}-{seed}": cell}
+
+    def gaps(self, new: Sequence[str], seed: int, rates: Mapping[str, float]) -> Cells:
+        settings = {"new": list(new), "seed": seed, "rates": dict(rates)}
+        cell = self._cell("gaps", [HOME, *new], base=self.base("dense", HOME, seed), **settings)
+        return {f"gaps-{'-'.join(new)}-{seed}": cell}
 
     def harm(self, seed: int) -> Cells:
         cell = self._cell("harm", [HOME], base=f"apn-{HOME}-{seed}", members=[HOME], seed=seed)

@@ -91,7 +91,7 @@ def _nbytes(tensors: Sequence[Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def _baseline(build: Callable[[GPT, Situation], Any], extra: Callable[[Any], int] = lambda method: 0) -> Any:
+def baseline(build: Callable[[GPT, Situation], Any], extra: Callable[[Any], int] = lambda method: 0) -> Any:
     def make(situation: Situation) -> Adapter:
         model = copy.deepcopy(situation.base)
         method = build(model, situation)
@@ -102,7 +102,7 @@ def _baseline(build: Callable[[GPT, Situation], Any], extra: Callable[[Any], int
 
 
 def _fine_tune(train: Any) -> Any:
-    return _baseline(lambda model, s: FineTune(model, train, **s.options()))
+    return baseline(lambda model, s: FineTune(model, train, **s.options()))
 
 
 def _blocks_without_norms(model: GPT, s: Situation) -> FineTune:
@@ -112,14 +112,14 @@ def _blocks_without_norms(model: GPT, s: Situation) -> FineTune:
 
 
 def _lora(targets: Any) -> Any:
-    return _baseline(lambda model, s: LoRA(model, 16, 32, targets=targets, seed=s.seed, **s.options()))
+    return baseline(lambda model, s: LoRA(model, 16, 32, targets=targets, seed=s.seed, **s.options()))
 
 
 def _ewc(strength: float) -> Any:
     def build(model: GPT, s: Situation) -> EWC:
         return EWC(model, [s.few(64)], strength, seed=s.seed, **s.options())
 
-    return _baseline(build, lambda method: _nbytes([*method.fisher, *method.centre]))
+    return baseline(build, lambda method: _nbytes([*method.fisher, *method.centre]))
 
 
 def _gem(model: GPT, s: Situation) -> GEM:
@@ -136,7 +136,7 @@ def replay(fraction: float, *, remember: bool = False) -> Any:
     def build(model: GPT, s: Situation) -> Replay:
         return Replay(model, s.memory, fraction, remember=remember, seed=s.seed, **s.options())
 
-    return _baseline(build, lambda method: _nbytes([method.memory.inputs.to(torch.uint8)]))
+    return baseline(build, lambda method: _nbytes([method.memory.inputs.to(torch.uint8)]))
 
 
 def _paper_rule(model: GPT, s: Situation) -> FineTune:
@@ -180,22 +180,22 @@ def _overlay(
 METHODS = {
     "dense, full": Method("dense", _fine_tune("all")),
     "dense, FFN only": Method("dense", _fine_tune("ffn")),
-    "dense, FFN + attention": Method("dense", _baseline(_blocks_without_norms)),
+    "dense, FFN + attention": Method("dense", baseline(_blocks_without_norms)),
     "dense, LoRA on FFN": Method("dense", _lora("ffn")),
     "dense, LoRA on all": Method("dense", _lora("all")),
     "dense, EWC 0.1": Method("dense", _ewc(0.1)),
     "dense, EWC 1": Method("dense", _ewc(1.0)),
     "dense, EWC 10": Method("dense", _ewc(10.0)),
     "dense, GEM": Method(
-        "dense", _baseline(_gem, lambda m: _nbytes([inputs.to(torch.uint8) for inputs, _ in m.memories]))
+        "dense", baseline(_gem, lambda m: _nbytes([inputs.to(torch.uint8) for inputs, _ in m.memories]))
     ),
-    "dense, A-GEM": Method("dense", _baseline(_agem, lambda m: _nbytes([m.memory.inputs.to(torch.uint8)]))),
+    "dense, A-GEM": Method("dense", baseline(_agem, lambda m: _nbytes([m.memory.inputs.to(torch.uint8)]))),
     "dense, replay 1 %": Method("dense", replay(0.01)),
     "dense, replay 5 %": Method("dense", replay(0.05)),
     "MoE, FFN only": Method("moe", _fine_tune("ffn")),
     "Switch, FFN only": Method("switch", _fine_tune("ffn")),
     "APN, full": Method("apn", _fine_tune("all")),
-    "APN, paper rule": Method("apn", _baseline(_paper_rule)),
+    "APN, paper rule": Method("apn", baseline(_paper_rule)),
     "APN, strictly local": Method("apn", _local()),
     "APN, ranked": Method("apn", _local(0.25)),
     "APN, overlay": Method("apn", _overlay()),

@@ -2,10 +2,12 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from studies.cells import Cells
 from studies.grid import Inquiry, Values, ask_each
+
+if TYPE_CHECKING:
+    from studies.cells import Cells
 
 
 def or_worst(loss: float | None) -> float:
@@ -33,7 +35,7 @@ def best_rate(cells: Mapping[float, Values]) -> dict[str, Any]:
     }
 
 
-def climb(ladder: Sequence[float], cell: Callable[[float], Cells]) -> Inquiry[dict[float, Values]]:
+def climb(ladder: Sequence[float], cell: Callable[[float], "Cells"]) -> Inquiry[dict[float, Values]]:
     """What the rates came to that were tried, until the neighbours of the best one are among them.
 
     From the middle up or down, so that the best of those tried is the best nearby. Of equals the lowest is

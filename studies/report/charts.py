@@ -227,6 +227,21 @@ def scatter(
     return svg(figure)
 
 
+@in_style
+def lines(series: Mapping[str, Sequence[float]], x_title: str, y_title: str, title: str) -> str:
+    """Named values at 1, 2, 3 and so on."""
+    figure = new_figure(8.4, 4.2)
+    axes = figure.subplots()
+    known = {name: values for name, values in series.items() if all(map(math.isfinite, values))}
+    for number, (name, values) in enumerate(known.items()):
+        marker = MARKERS[number % len(MARKERS)]
+        axes.plot(range(1, len(values) + 1), values, marker=marker, markersize=3, lw=1, label=name)
+    axes.set(xlabel=x_title, ylabel=y_title)
+    _title(axes, title, "", [name for name in series if name not in known])
+    figure.legend(loc="outside right upper", fontsize=8)
+    return svg(figure)
+
+
 def _label(figure: Figure, axes: Axes, labels: Mapping[tuple[float, float], str]) -> None:
     """Beside each point its label, where that covers no point and no other label."""
     if not labels:

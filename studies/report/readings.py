@@ -18,6 +18,8 @@ STUDIES = {
     "knobs": "What the knobs of learning from a stream do",
     "anatomy": "What patches are for",
     "capacity": "What patches hold",
+    "locality": "A stream without labels, guard or replay",
+    "gaps": "What the guard's bound does not cover",
     "match": "Models of like size on several texts",
     "time": "Models at equal time",
     "retrofit": "A pretrained model learns a domain",

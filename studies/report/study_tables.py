@@ -7,7 +7,19 @@ from typing import Any
 
 from studies.report import bench_tables, charts, lesson_tables, time_tables
 from studies.report.readings import FACT_METHODS, Result, bench_of
-from studies.report.tables import MISSING, Cell, Column, Table, count, name, number, size, spread, text
+from studies.report.tables import (
+    MISSING,
+    Cell,
+    Column,
+    Table,
+    count,
+    name,
+    number,
+    percent,
+    size,
+    spread,
+    text,
+)
 from studies.table2 import verdict
 
 
@@ -252,6 +264,80 @@ def capacity(result: Result) -> list[Table]:
     return [Table(f"Biographies of {bits:.2f} bits beside a name", columns, lines)]
 
 
+OLD_TEXT = {"none": "never", "before": "before", "always": "always"}
+
+
+def locality(result: Result) -> list[Table]:
+    """The stream, and then each domain of it."""
+    values = result.values
+    columns = [Column("what learns", words=True), Column("sees the old text", words=True)]
+    columns += [Column(title, "worst rise of a domain, nats") for title in ("at the end", "ever")]
+    columns += [Column("mean gain of new domains, nats"), Column("rise of a long text's beginning")]
+    columns += [Column("patches touched"), Column("shared top patches"), Column("by chance"), Column("rate")]
+    lines = []
+    for learner, row in values["rows"].items():
+        shared = row["overlap"] or {"shared": None, "chance": None}
+        line = [name(learner), name(OLD_TEXT[row["old_text"]])]
+        line += [number(row["worst"], ".4f", spread(row["worst_seeds"])), number(row["worst_ever"], ".4f")]
+        line += [number(row["gain"], ".3f"), number(row["within"], ".4f", spread(row["within_seeds"]))]
+        line += [count(row["touched"][-1][1] if row["touched"] else None)]
+        line += [number(shared["shared"], ".2f"), number(shared["chance"], ".2f")]
+        lines.append([*line, number(row["rate"]["rate"], "g")])
+    home, *new = values["order"]
+    each = [Column("what learns", words=True)]
+    each += [Column(domain, "rise since it was learned") for domain in values["order"]]
+    each += [Column(domain, "gain at the end") for domain in new]
+    rows = [
+        [name(learner)]
+        + [number(row["rises"][domain], ".4f") for domain in values["order"]]
+        + [number(row["gains"][domain], ".3f") for domain in new]
+        for learner, row in values["rows"].items()
+    ]
+    way = f"{', '.join(new)}, {values['tokens']:,} bytes each, by models of {home}"
+    return [
+        Table(f"A stream without labels, seen once: {way}", columns, lines),
+        Table(f"Domain by domain, nats per byte: {way}", each, rows),
+    ]
+
+
+def locality_charts(result: Result) -> dict[str, str]:
+    """What each learner costs the domain that fares worst, and what it gains."""
+    points = {learner: (row["worst"], row["gain"]) for learner, row in result.values["rows"].items()}
+    titles = ("worst rise of a domain at the end, nats per byte", "mean gain of the new domains")
+    return {"locality": charts.scatter(points, *titles, "A stream without labels, guard or replay")}
+
+
+def gaps(result: Result) -> list[Table]:
+    """Everything about the base's own text, and about windows that mix it with another."""
+    values = result.values
+    rows = values["models"].items()
+    lengths = values["prompts"]
+    columns = [Column("model", words=True)]
+    columns += [Column(f"byte {at}", "rise of the old text's loss") for at in values["shown"]]
+    columns += [Column("all others", "rise of the old text's loss")]
+    columns += [
+        Column("the same", "greedy answers"),
+        Column("bytes until the first other one", "greedy answers"),
+    ]
+    columns += [Column(f"{length} bytes", "share written by an overlay, prompts of") for length in lengths]
+    columns += [Column("windows that mix, rise")]
+    lines = []
+    for model, row in rows:
+        line = [name(model), *(number(row["by_position"][at - 1], "+.4f") for at in values["shown"])]
+        line += [number(row["later"], "+.4f"), percent(row["same"]), number(row["until"], ".1f")]
+        line += [percent((row["written"] or {}).get(str(length))) for length in lengths]
+        lines.append([*line, number(row["mixed"], "+.4f")])
+    caption = f"What the bound does not cover: {values['order'][0]} after {values['order'][1]}"
+    return [Table(caption, columns, lines)]
+
+
+def gaps_charts(result: Result) -> dict[str, str]:
+    """Where in a window the old text loses."""
+    series = {model: row["by_position"] for model, row in result.values["models"].items()}
+    titles = ("byte of the window", "rise of the old text's loss, nats")
+    return {"gaps": charts.lines(series, *titles, "The first bytes of a window")}
+
+
 def match(result: Result) -> list[Table]:
     columns = [Column("text", words=True), Column("model", words=True), Column("validation loss, nats")]
     columns += map(Column, ("perplexity", "seeds", "parameters", "multiply-adds per token"))
@@ -402,6 +488,8 @@ TABLES: dict[str, Callable[[Result], list[Table]]] = {
     "knobs": knobs,
     "anatomy": anatomy,
     "capacity": capacity,
+    "locality": locality,
+    "gaps": gaps,
     "match": match,
     "time": time_tables.tables,
     "retrofit": retrofit,
@@ -416,6 +504,8 @@ TABLES: dict[str, Callable[[Result], list[Table]]] = {
 CHARTS: dict[str, Callable[[Result], dict[str, str]]] = {
     "sensitivity": sensitivity_charts,
     "knobs": knobs_charts,
+    "locality": locality_charts,
+    "gaps": gaps_charts,
     "match": match_charts,
     "time": time_tables.drawn,
 }
