@@ -37,6 +37,9 @@ PIECE = 4
 """Batches of a piece: which domain that is of is judged as a whole."""
 OUTSIDE = 0.995
 """Share of the base's own tokens that a basin leaves out by its radius."""
+WITHIN = 1.5
+"""A basin ends where its own domain is rare, this many of its standard deviations before its mean, if that is
+farther from the base's own text: the room in between belongs to domains that were not seen yet."""
 SHRINK = 0.1
 """Of covariances towards a multiple of the identity."""
 FAR = 1.5
@@ -278,7 +281,12 @@ class BesideLearner:
         offsets = -(weights * middles).sum(1)  # 0 where a token is as near to the base's own text
         nearer = self.keys.double() @ weights.T + offsets
         self.model.weights, self.model.offsets = weights.float(), offsets.float()
-        self.model.radius = torch.quantile(nearer, OUTSIDE, dim=0).clamp(min=0).float()
+        usual = torch.stack([moments.mean for moments in self.means]).mul(weights).sum(1) + offsets
+        spread = torch.stack(
+            [w @ moments.covariance @ w for w, moments in zip(weights, self.means, strict=True)]
+        )
+        edge = usual - WITHIN * spread.clamp(min=0).sqrt()
+        self.model.radius = torch.maximum(torch.quantile(nearer, OUTSIDE, dim=0).clamp(min=0), edge).float()
 
     def _far(self, mean: Tensor, other: Tensor) -> float:
         """How far pieces lie apart, by how far batches of the base's own text do: plays differ, too."""

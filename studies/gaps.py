@@ -105,31 +105,30 @@ def measure(settings: Settings, folder: Path) -> Values:
     lengths = [length for length in (1, 2, 4, 8, 16, 32, 64) if 2 * length <= context]
     count, answer = ANSWERS[settings["size"]], context // 2
     found: dict[str, Any] = {}
-    greedy: Tensor | None = None
-    with meter.cast():
-        asked = models(plan, settings, base, texts)
-        for name, part in asked.items():
-            losses = token_losses(part.model, old.test, autocast=meter.cast)
-            windows = losses[: len(losses) // context * context].view(-1, context).double()
-            written = answers(part.model, prompts(old.test, count, context // 4, base.device), answer)
-            greedy = written if greedy is None else greedy  # of the base, which is the first
-            same = (written == greedy).long()
-            found[name] = {
-                "positions": windows.mean(0)[:FIRST].tolist(),
-                "later": float(windows[:, FIRST:].mean()) if context > FIRST else None,
-                "new": evaluate(part.model, new.test, autocast=meter.cast),
-                "mixed": evaluate(part.model, mixture, autocast=meter.cast),
-                "same": float(same.all(1).double().mean()),
-                "until": float(same.cumprod(1).sum(1).double().mean()),
-                "written": None
-                if part.guard is None and part.basins is None
-                else {
-                    str(length): shares(
-                        part, prompts(old.test, count, length, base.device), answer, settings["seed"]
-                    )
-                    for length in lengths
-                },
+    beginnings = prompts(old.test, count, context // 4, base.device)
+    plain = answers(base, beginnings, answer)
+    reread = answers(BesideBase(base), beginnings, answer)  # rounding differs without a cache
+    for name, part in models(plan, settings, base, texts).items():
+        losses = token_losses(part.model, old.test, autocast=meter.cast)
+        windows = losses[: len(losses) // context * context].view(-1, context).double()
+        same = (answers(part.model, beginnings, answer) == (plain if part.basins is None else reread)).long()
+        writes = part.guard is not None or part.basins is not None
+        found[name] = {
+            "positions": windows.mean(0)[:FIRST].tolist(),
+            "later": float(windows[:, FIRST:].mean()) if context > FIRST else None,
+            "new": evaluate(part.model, new.test, autocast=meter.cast),
+            "mixed": evaluate(part.model, mixture, autocast=meter.cast),
+            "same": float(same.all(1).double().mean()),
+            "until": float(same.cumprod(1).sum(1).double().mean()),
+            "written": {
+                str(length): shares(
+                    part, prompts(old.test, count, length, base.device), answer, settings["seed"]
+                )
+                for length in lengths
             }
+            if writes
+            else None,
+        }
     return {"models": found, "answer": answer, "count": count, "prompts": lengths, "base": fingerprint(base)}
 
 
