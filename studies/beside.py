@@ -294,10 +294,12 @@ class BesideLearner:
         return float(away @ self.between @ away)
 
     def _step(self, owner: int, inputs: Tensor, targets: Tensor) -> None:
-        """The piece is of this domain, so its patch acts on all tokens but the first ones of a window."""
+        """The patch learns where it will act: from tokens inside of its basin, and from no others."""
         patch, optimizer = self.model.patches[owner], self.optimizers[owner]
-        given = torch.full_like(inputs, owner)
-        given[:, : self.model.early] = -1
+        owners = self.model.owners(self.model.contexts(inputs))
+        given = owners.masked_fill(owners != owner, -1)
+        if not bool((given >= 0).any()):
+            return
         with self.autocast():
             logits = self.model(inputs, owner=given)
         loss = F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
