@@ -7,7 +7,7 @@ import pytest
 from taught import about, bits, school, text_of
 
 from attractor.cli.serve import Serve
-from attractor.front import Model
+from attractor.front import Model, _transcript
 from attractor.hf.causal import CausalLM
 from attractor.serve.http.openai import chat_template
 from attractor.serve.learning.canaries import Rules
@@ -69,6 +69,13 @@ def test_chats_are_those_that_the_model_was_trained_for() -> None:
     assert chat_template(None, ByteTokenizer()).prompt([("user", "Hi")]) == "User: Hi\nAssistant:"
     with pytest.raises(ValueError, match="was not trained to chat"):
         chat_template("model", ByteTokenizer())
+
+
+def test_a_model_that_was_not_trained_to_chat_is_asked_as_it_was_taught() -> None:
+    said = [("user", "Hi"), ("assistant", "Hello"), ("user", "Who?")]
+    asked = chat_template(None, ByteTokenizer(), "questions").prompt(said)
+    assert asked == _transcript([{"role": role, "content": content} for role, content in said])
+    assert asked.endswith("\n\nQuestion: Who?\nAnswer:")
 
 
 def test_the_marks_of_a_template_may_not_be_written_by_a_user() -> None:

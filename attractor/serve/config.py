@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from attractor.config import JSONConfig, check_choice, check_number, check_size
 
 SyncName = Literal["always", "off"]
-ChatName = Literal["model", "transcript", "chatml"]
+ChatName = Literal["model", "questions", "transcript", "chatml"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +83,9 @@ class ServeSettings:
     keys: str | Path | None = None
     """A file of keys (`attractor.serve.http.auth.add_key`). Without it only this machine is answered."""
     chat: ChatName | None = None
-    """How messages become a prompt: as the model was trained to chat, as a transcript, or with the marks of
-    many instruction-tuned models. By default as the model was trained, or else as a transcript."""
+    """How messages become a prompt: as the model was trained to chat, as questions and answers, as a
+    transcript, or with the marks of many instruction-tuned models. By default as it was trained, or else as
+    questions where lessons are taught, and as a transcript where texts are."""
 
     max_body: int = 4 << 20
     """The largest body of a request, in bytes."""

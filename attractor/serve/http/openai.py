@@ -80,6 +80,11 @@ CHAT_TEMPLATES: Mapping[str, ChatTemplate] = MappingProxyType(
             "Assistant:",
             ("\nUser:", "\nAssistant:"),
         ),
+        "questions": ChatTemplate(  # as `LanguageModel.chat` asks, and as lessons are learned
+            {"system": ("", "\n\n"), "user": ("Question: ", "\n"), "assistant": ("Answer: ", "\n\n")},
+            "Answer:",
+            ("\nQuestion:", "\nAnswer:"),
+        ),
         "chatml": ChatTemplate(
             {role: (f"<|im_start|>{role}\n", "<|im_end|>\n") for role in ("system", "user", "assistant")},
             "<|im_start|>assistant\n",
@@ -119,14 +124,18 @@ def check_marks(content: str, marks: Sequence[str]) -> None:
         raise ValueError(f"a message contains {found[0]!r}, which divides messages: leave it out")
 
 
-def chat_template(name: ChatName | None, tokenizer: Any) -> ChatTemplate | OwnTemplate:
-    """The one that was asked for, or else the model's own, or else a transcript."""
+def chat_template(
+    name: ChatName | None, tokenizer: Any, usual: ChatName = "transcript"
+) -> ChatTemplate | OwnTemplate:
+    """The one that was asked for, or else the model's own, or else the `usual` one."""
     has_own = getattr(tokenizer, "chat", None) is not None
     if name == "model" and not has_own:
-        raise ValueError('chat="model": this model was not trained to chat; choose transcript or chatml')
+        raise ValueError(
+            'chat="model": this model was not trained to chat; choose questions, transcript or chatml'
+        )
     if name in (None, "model") and has_own:
         return OwnTemplate(tokenizer)
-    return CHAT_TEMPLATES[name or "transcript"]
+    return CHAT_TEMPLATES[name or usual]
 
 
 # --- replies
@@ -292,7 +301,8 @@ class ChatReplyFormat(ReplyFormat):
 
 def add_openai_routes(app: FastAPI, service: Service, settings: ServeSettings, metrics: Metrics) -> None:
     started = int(time.time())
-    template = chat_template(settings.chat, service.tokenizer)
+    usual: ChatName = "questions" if service.teaches == "lessons" else "transcript"
+    template = chat_template(settings.chat, service.tokenizer, usual)
 
     def described(name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": started, "owned_by": "attractor"}
