@@ -16,8 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attractor.hf.caches import Cache, FixedLayer
-
 log = logging.getLogger("attractor")
 
 COLUMNS = 128
@@ -120,6 +118,8 @@ class Continued:
         return (self._likeliest(memory, token, place, last),)
 
     def _likeliest(self, memory: Tensor, tokens: Tensor, places: Tensor, last: Tensor) -> Tensor:
+        from attractor.hf.caches import Cache, FixedLayer  # a server of our own models has no transformers
+
         columns = memory.shape[4]
         sees = torch.arange(columns, device=tokens.device) <= places[..., None]
         cache = Cache(layers=[FixedLayer(own, places, columns) for own in memory])
