@@ -65,6 +65,8 @@ class Basins:
             model, encode, free, config=config, patches=4096, autocast=autocast, frames=frames
         )
         self.model = self.net
+        halves: Any = self.lessons.reading.halves
+        halves.most_rows, halves.most_tokens = 256, 8192  # whole chunks are recorded: here is memory enough
 
     def __call__(self, tokens: Tensor) -> Tensor:
         return self.net(tokens).logits

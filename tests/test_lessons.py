@@ -662,21 +662,54 @@ def test_texts_are_continued_in_a_memory_as_the_model_continues_them(family):
         assert [halves.write(texts, 5), halves.answer(texts, 5)] == wanted
     layer.resize(2 * layer.num_patches)  # its memory is elsewhere now
     assert halves.answer(texts, 5) == wanted[1]
-    assert halves._can_repeat == (family not in NOT_REPEATED)
+    assert halves._can_repeat() == (family not in NOT_REPEATED)
+
+
+def test_passes_of_fixed_sizes_know_what_autocast_does():
+    _, lessons = teachable(llama(blocks=4), encode, background(), act_at=2, config=CONFIG)
+    halves, layer = lessons.reading.halves, lessons.layer
+    with torch.no_grad():
+        layer.radius[:] = -1.0
+        layer.decoder.normal_(generator=torch.Generator().manual_seed(0))
+    layer.decoder.requires_grad_(True)
+    (state,) = halves.after(halves.below([encode("we say QZX"), encode("QZX is")]), [([0, 1], [7, 0])])
+    places = torch.tensor([[0, 8], [1, 4]]).unbind(1)
+    aims = torch.tensor([3, 1]), torch.tensor([1.0, 0.1])
+
+    def seen():
+        return [halves.descent(state, *places, *aims).loss, halves.answer([encode("QZX")], 4)]
+
+    halves.repeats, wanted = False, []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            wanted.append(seen())
+    assert not torch.equal(wanted[0][0], wanted[1][0])
+    halves.repeats = True
+    for enabled in (False, True, False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss, answer = seen()
+        assert torch.allclose(loss, wanted[enabled][0], rtol=2e-2 if enabled else 1e-4)
+        assert answer == wanted[enabled][1]
+    assert len(halves._recorded) == 2
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_on_a_gpu_passes_are_recorded_and_teach_the_same():
+@pytest.mark.parametrize("products", [torch.float32, torch.bfloat16])
+def test_on_a_gpu_passes_are_recorded_and_teach_the_same(products):
     taught = []
     for repeats in (False, True):
-        _, lessons = teachable(llama(blocks=4).cuda(), encode, background(), act_at=2, config=CONFIG)
+        options = {} if products == torch.float32 else {"autocast": lambda: torch.autocast("cuda", products)}
+        _, lessons = teachable(
+            llama(blocks=4).cuda(), encode, background(), act_at=2, config=CONFIG, **options
+        )
         lessons.reading.halves.repeats = repeats
         learned = [lessons.learn(forms(name, "5")) for name in ("QZX", "WJK")]
         taught.append((lessons, [lesson.known for lesson in learned]))
     (plain, known), (recorded, also_known) = taught
     assert known == also_known
-    assert torch.allclose(plain.layer.decoder, recorded.layer.decoder, rtol=1e-2, atol=1e-3)
+    if products == torch.float32:
+        assert torch.allclose(plain.layer.decoder, recorded.layer.decoder, rtol=1e-2, atol=1e-3)
     made = recorded.reading.halves._recorded.values()
     assert made
     assert all(one.graph is not None for one in made)

@@ -41,10 +41,9 @@ AT_ONCE = 256
 """So many texts are read at once, where there is no gradient."""
 ROWS = 16
 """On a CPU a product with so many rows takes less time than with a few less."""
-FEW_ROWS, FEW_COLUMNS = 16, 1024
-FEW_TOKENS, FEW_GRADED = 1024, 256
-"""Larger passes keep a GPU busy without being recorded, and take memory while they wait."""
-MOST_RECORDED = 24
+FEW_COLUMNS = 1024
+"""Texts that would be longer are continued as transformers does."""
+MOST_RECORDED = 64
 """So many passes are kept."""
 Part = tuple[Sequence[int], Sequence[int]]
 """The numbers of some texts, and the first token of each that may change."""
@@ -80,9 +79,14 @@ class Halves:
         self.lower = blocks_below(net.model, net.sites[number].place.name)
         self.source = net.sites[net.sources[name]] if name in net.sources else None
         self.repeats = self.device.type == "cuda"  # whether passes have few sizes, and are recorded
+        self.most_rows, self.most_tokens = (
+            16,
+            1024,
+        )  # larger ones keep a GPU busy, and take memory while they wait
         self._recorded: dict[Any, Recorded] = {}
         self._pool = torch.cuda.graph_pool_handle() if self.repeats else None
-        self._going_on: dict[str | None, tuple[list[int], Continued]] = {}
+        self._going_on: dict[Any, tuple[list[int], Continued]] = {}
+        self._memory: dict[torch.dtype | None, tuple[list[tuple[int, int]], Tensor] | None] = {}
         self._alike: dict[tuple[int, int], list[int]] = {}
         self._beside: tuple[None, ...] | None = None  # so many more things a block returns, in a tuple
         self._is_flat = False  # whether the model hands over tokens of all texts as one
@@ -124,11 +128,11 @@ class Halves:
         """What a pass says of these places, and the gradient of the layer's decoder."""
         decoder, place = self.layer.decoder, state.rows.place[texts, positions]
         assert decoder is not None
-        if not self._records(state, len(target_n)):
+        if not self._records(state):
             return descent(lambda: self._above_at(state, place), target_n, weight_n, decoder)
         state, graded = filled_up(state, place, target_n, weight_n)
         given = [*graded, *tensors_of(state)]
-        key = decoder.data_ptr(), *state.past, *(x.shape for x in given)
+        key = decoder.data_ptr(), self._products, *state.past, *(x.shape for x in given)
         if key not in self._recorded:
             while len(self._recorded) >= MOST_RECORDED:
                 del self._recorded[next(iter(self._recorded))]
@@ -156,71 +160,76 @@ class Halves:
 
         return self._logits(state, place, cache_of(state.past) if state.past else None)
 
-    def _records(self, state: Above, graded: int) -> bool:
+    @property
+    def _products(self) -> torch.dtype | None:
+        """What autocast computes products in, if it does."""
+        kind = self.device.type
+        return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+    def _records(self, state: Above) -> bool:
         """Whether a pass is recorded: where only its tensors differ from those of others, and it is small."""
-        rows, width = state.rows.tokens.shape
-        return (
-            self.repeats
-            and bool(state.rows.given)
-            and rows * width <= FEW_TOKENS
-            and graded <= FEW_GRADED
-            and not torch.is_autocast_enabled(self.device.type)
-        )
+        return self.repeats and bool(state.rows.given) and state.rows.tokens.numel() <= self.most_tokens
 
     def _continue(self, name: str | None, texts: Sequence[list[int]], count: int) -> list[list[int]]:
+        longest = max(map(len, texts)) + count
+        is_small = len(texts) <= self.most_rows and longest <= min(FEW_COLUMNS, self._longest)
         with self.net.using(name):
-            if (
-                self.repeats
-                and len(texts) <= FEW_ROWS
-                and max(map(len, texts)) + count <= min(FEW_COLUMNS, self._longest)
-                and self._can_repeat
-            ):
+            if self.repeats and is_small and self._can_repeat():
                 return self._continued(name)(texts, count)
             return likeliest(self.net.model, texts, count)
 
     def _continued(self, name: str | None) -> Continued:
         """What goes on with texts, of the layer's tensors where they are now."""
         held = [*self.layer.parameters(), *self.layer.buffers()] if name else []
-        where = [x.data_ptr() for x in held]
-        if name not in self._going_on or self._going_on[name][0] != where:
+        key, where = (name, self._products), [x.data_ptr() for x in held]
+        if key not in self._going_on or self._going_on[key][0] != where:
 
             def read(tokens: Tensor, cache: Any, places: Tensor, mask: Tensor, last: Tensor) -> Tensor:
                 row = torch.arange(len(tokens), device=tokens.device)
-                given: dict[str, Any] = {
-                    "position_ids": places,
-                    "attention_mask": mask,
-                    "past_key_values": cache,
-                }
+                given: dict[str, Any] = {"position_ids": places, "attention_mask": mask, "use_cache": True}
                 with self.net.using(name):
-                    return logits_at(self.net.model, tokens, row, last, use_cache=True, **given)
+                    return logits_at(self.net.model, tokens, row, last, past_key_values=cache, **given)
 
-            self._going_on[name] = where, Continued(read, self._memory, self._like)
-        return self._going_on[name][1]
+            memory = self._memory[self._products]
+            assert memory is not None
+            self._going_on[key] = where, Continued(read, *memory)
+        return self._going_on[key][1]
 
-    @cached_property
     def _can_repeat(self) -> bool:
         """Whether texts can be continued in a memory of our own: what is written tells."""
+        products = self._products
+        if products not in self._memory:
+            self._memory[products] = self._like_its_memory()
+            texts = [[5, 6, 7, 8], [9, 10, 11]]
+            with self.net.using(None):
+                try:
+                    if self._memory[products] and self._continued(None)(texts, 4) != likeliest(
+                        self.net.model, texts, 4
+                    ):
+                        self._memory[products] = None
+                except (TypeError, ValueError, RuntimeError, IndexError) as error:
+                    log.info("lessons take longer: this model's passes are not recorded (%s)", error)
+                    self._memory[products] = None
+        return self._memory[products] is not None
+
+    @torch.no_grad()
+    def _like_its_memory(self) -> tuple[list[tuple[int, int]], Tensor] | None:
+        """Heads and their size in each layer of its cache, and a tensor of that; None if they differ."""
         from transformers.cache_utils import DynamicCache
 
-        model, texts = self.net.model, [[5, 6, 7, 8], [9, 10, 11]]
+        model, cache = self.net.model, DynamicCache()
         if "position_ids" not in inspect.signature(model.forward).parameters:
-            return False
-        with torch.no_grad(), self.net.using(None):
+            return None
+        with self.net.using(None):
             try:
-                cache = DynamicCache()
-                model(
-                    input_ids=torch.tensor(texts[:1], device=self.device),
-                    past_key_values=cache,
-                    use_cache=True,
-                )
-                shapes = [(layer.keys.shape[1], layer.keys.shape[3]) for layer in cache.layers]
-                self._memory, self._like = shapes, cache.layers[0].keys
-                if len({*shapes, *((x.values.shape[1], x.values.shape[3]) for x in cache.layers)}) != 1:
-                    return False
-                return self._continued(None)(texts, 4) == likeliest(model, texts, 4)
+                tokens = torch.tensor([[5, 6, 7, 8]], device=self.device)
+                model(input_ids=tokens, past_key_values=cache, use_cache=True)
+                held = [x for layer in cache.layers for x in (layer.keys, layer.values)]
+                shapes = [(x.shape[1], x.shape[3]) for x in held]
             except (TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
                 log.info("lessons take longer: this model's passes are not recorded (%s)", error)
-                return False
+                return None
+        return (shapes[::2], held[0]) if len(set(shapes)) == 1 else None
 
     @property
     def device(self) -> torch.device:

@@ -12,6 +12,11 @@ WIDTH, PAST, GRADED = 128, 128, 64
 the tokens that are graded."""
 
 
+def missing(count: int, least: int = 1) -> int:
+    """So many fill up: to a multiple of an eighth of the power of two, and of `least`."""
+    return -count % max(least, 1 << max(0, count.bit_length() - 3))
+
+
 class Rows(NamedTuple):
     """Texts in rows, as the model is given them."""
 
@@ -36,7 +41,7 @@ def filled_up(state: Above, *graded: Tensor) -> tuple[Above, list[Tensor]]:
     what fills them up is seen by no text and weighs nothing."""
     (count, width), mask = state.rows.tokens.shape, state.rows.given["attention_mask"]
     past = mask.shape[3] - width
-    rows, columns, older = (1 << (count - 1).bit_length()) - count, -width % WIDTH, -past % PAST
+    rows, columns, older = missing(count), -width % WIDTH, -past % PAST
 
     def grown(x: Tensor) -> Tensor:
         """(rows, width, ...) or (rows * width, ...) filled up."""
@@ -62,7 +67,7 @@ def filled_up(state: Above, *graded: Tensor) -> tuple[Above, list[Tensor]]:
     )
     place, *aims = graded
     place = place // width * (width + columns) + place % width
-    return whole, [F.pad(x, (0, -len(x) % GRADED)) for x in (place, *aims)]
+    return whole, [F.pad(x, (0, missing(len(x), GRADED))) for x in (place, *aims)]
 
 
 def tensors_of(state: Above) -> list[Tensor]:

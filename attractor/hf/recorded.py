@@ -70,7 +70,14 @@ class Recorded:
         return self.outputs
 
     def _run(self) -> None:
-        self.outputs = self.compute(*self.given)
+        kind = self.given[0].device.type
+        with torch.autocast(  # as it is now, without weights that are converted before and gone later
+            kind,
+            torch.get_autocast_dtype(kind),
+            enabled=torch.is_autocast_enabled(kind),
+            cache_enabled=False,
+        ):
+            self.outputs = self.compute(*self.given)
 
 
 class Continued:
