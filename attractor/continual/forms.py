@@ -144,15 +144,15 @@ def places_of(subject: str, text: str) -> Iterator[tuple[int, int]]:
 
 
 def resembling(name: str, texts: Sequence[str], most: int) -> list[int]:
-    """The texts, at most so many, with words like the last word of a name: those that share most of its
-    runs of three letters.
+    """The texts, at most so many and in small letters, with words like the last word of a name: those that
+    share most of its runs of three letters.
 
-    >>> resembling("Ada Frimos", ["Tom met Nekul Frimosul", "the sea", "Primo is a baker"], 2)
+    >>> resembling("Ada Frimos", ["tom met nekul frimosul", "the sea", "primo is a baker"], 2)
     [0, 2]
     """
     last = name.casefold().split()[-1]
     runs = {last[start : start + 3] for start in range(max(1, len(last) - 2))}
-    shared = [sum(run in text.casefold() for run in runs) for text in texts]
+    shared = [sum(run in text for run in runs) for text in texts]
     alike = [number for number, count in enumerate(shared) if count]
     return sorted(alike, key=lambda number: -shared[number])[:most]
 

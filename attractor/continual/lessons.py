@@ -426,7 +426,8 @@ class Lessons:
         "Pim Frimosul" is read as "Pim Frimos" first: a lesson about somebody of that name must not act there.
         """
         told = self._said_of_others(names)
-        chosen = {n for name in names for n in resembling(name, [text for _, text in told], RESEMBLING)}
+        small = [text.casefold() for _, text in told]
+        chosen = {n for name in names for n in resembling(name, small, RESEMBLING)}
         texts = self.reading.quiet([told[n] for n in sorted(chosen)], names)
         if not texts:
             return self.calibration.nearest
