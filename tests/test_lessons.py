@@ -179,6 +179,16 @@ def test_forgetting_gives_the_model_without_the_lesson(taught):
         lessons.forget(third.number)
 
 
+def test_a_lesson_makes_pauses_also_where_it_makes_no_passes():
+    _, lessons = school()
+    seen = []
+    lessons.breathe = lambda: seen.append("pause")
+    lessons.learn_many([forms("QZX", "5")], report=lambda done, known: seen.append("pass"))
+    first, last = seen.index("pass"), len(seen) - seen[::-1].index("pass")
+    assert seen[:first].count("pause") >= 6
+    assert seen[last:] == ["pause"]
+
+
 def test_everything_forgotten_is_the_base(taught):
     net, lessons, learned = copied(taught)
     for lesson in learned:

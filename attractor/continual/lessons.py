@@ -149,6 +149,7 @@ class Lessons:
             autocast=autocast,
             as_base=self._without_lessons,
         )
+        self.breathe: Callable[[], None] = lambda: None  # is called between pieces of a lesson's work
         self.lessons: dict[int, Lesson] = {}
         self.contexts: dict[int, Contexts] = {}  # what each lesson's subject looked like
         self.owners: list[int] = []  # the lesson that owns each patch; -1: a closed one
@@ -182,18 +183,26 @@ class Lessons:
         if not tasks:
             return []
         names, asked = [task.subject for task in tasks], [task.asked for task in tasks]
-        turns = self.reading.batches(self.reading.texts(asked, names, [task.told for task in tasks]))
+        texts = self.reading.texts(asked, names, [task.told for task in tasks])
+        self.breathe()
+        turns = self.reading.batches(texts)
+        self.breathe()
         keys, plain, before = self._look(turns, len(tasks))
+        self.breathe()
         answered_before = self._answered(asked)
+        self.breathe()
         taken = self._taken()
         replaces = [None if task.old is None else task.old.number for task in tasks]
         placed = place(keys, taken, self._nearest(names, taken), replaces, self.config)
+        self.breathe()
         strangers = self._strangers([[*task.asked, *task.told] for task in tasks], names)
+        self.breathe()
         beside = silent(placed, keys, strangers, taken, self.config)
         lesson_of = placed.lesson + beside.lesson
         patches = self._open([placed, beside])
         try:
             passes, after = self._train(turns, patches[: len(placed.lesson)], placed.lesson, report)
+            self.breathe()
             answered = self._answered(asked)
         except BaseException:
             self._close(patches)  # nothing happened
@@ -545,12 +554,14 @@ class Lessons:
         """
         batches = list(itertools.chain.from_iterable(turns))
         acting = [self._acting(batch) for batch in batches]
+        self.breathe()
         first = [changes_from(*both, patches) for both in zip(batches, acting, strict=True)]
         order = sorted(self._entered(acting) | set(patches))
         place = {patch: number for number, patch in enumerate(order)}
         with self._only(order):
             ready = iter(self.reading.after(batches, first))
             turns = [list(itertools.islice(ready, len(turn))) for turn in turns]
+            self.breathe()
             passes = self._descend(turns, [place[patch] for patch in patches], lesson_of, report)
             return passes, self._known(turns[0], max(lesson_of) + 1)
 

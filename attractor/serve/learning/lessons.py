@@ -101,6 +101,7 @@ class LessonTeacher(Teacher):
     ) -> None:
         super().__init__(store, rules)
         self.lessons = lessons
+        self.lessons.breathe = lambda: self.breathe()
         self.progressive: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self._first_lessons = list(FIRST_LESSONS)
         if store.last == 0:
