@@ -1,6 +1,6 @@
 """Block sizes of the kernels for flat prototypes, tried on one GPU: right, the same bits twice, and how fast?
 
-    PYTHONPATH=. python benchmarks/tune.py --result results/tune-h200.json                   five minutes
+    PYTHONPATH=. python benchmarks/tune.py --result tune.json                                two minutes
     PYTHONPATH=. python benchmarks/tune.py --result tune.json --sizes 2 --jobs 4             one shape alone
     PYTHONPATH=. python benchmarks/tune.py --result tune.json --sizes 2 --no-variants    what is taken today
 
@@ -79,6 +79,8 @@ def some(names: str, rows: list[tuple[int, ...]]) -> Iterator[dict[str, int]]:
 
 def today(size: Size, group: str) -> Tried:
     shape = launch.Shape(size.tokens, size.dim, size.num_patches, size.top_k, size.rank, DTYPE)
+    if group == "decode_backward" and shape.apart:
+        return {kernel: shape.blocks(kernel) for kernel in ("pair_products", "gate_backward")}
     reads_tokens = group in ("route", "token_backward", "token_products")
     return {group: shape.blocks(group, not (reads_tokens and isinstance(size, Mixed)))}
 
@@ -86,14 +88,16 @@ def today(size: Size, group: str) -> Tried:
 def variants(size: Size) -> list[tuple[str, Tried]]:
     """What is tried of each group of kernels."""
     crowded = size.tokens * size.top_k // size.num_patches >= 1024
+    together: Tried = {"decode_backward": {}}  # gradients of codes and of gates in one kernel
     found: list[tuple[str, Tried]] = []
 
     def add(group: str, names: str, rows: list[tuple[int, ...]]) -> None:
         found.extend((group, {group: blocks}) for blocks in some(names, rows))
 
     if size.rank > 64 and crowded:
+        found.append(("decode_backward", together))
         products = list(some("BM BD num_warps num_stages", [(128, 64, 8, 3), *PRODUCTS]))
-        gates = list(some("BR num_warps", [(16, 4), *GATES]))
+        gates = list(some("BR num_warps", [(8, 2), *GATES]))
         both = [(one, gates[0]) for one in products] + [(products[0], one) for one in gates[1:]]
         found += [("decode_backward", {"pair_products": one, "gate_backward": two}) for one, two in both]
         return found
@@ -101,13 +105,16 @@ def variants(size: Size) -> list[tuple[str, Tried]]:
         add("route", "BN BK BD num_warps num_stages", MIXED_ROUTE)
         add("token_backward", "BN BD num_warps", MIXED_TOKENS)
     elif size.num_patches > launch.DENSE_PATCHES:
-        add("route", "BN BK BD num_warps num_stages SKIP", MANY_ROUTE)
+        add("route", "BN BK BD num_warps num_stages", MANY_ROUTE)
         add("token_backward", "BN BD num_warps", MANY_TOKENS)
         add("decode", "BD num_warps num_stages", [(128, 4, 2), (64, 4, 4), (64, 2, 3), (128, 4, 3)])
         add("decode_backward", "BD num_warps num_stages", [(64, 4, 3), (128, 4, 3), (64, 2, 4), (32, 2, 4)])
     else:
         add("decode", "BD num_warps num_stages", [(128, 4, 2), (64, 4, 4), (128, 4, 3), (128, 8, 3)])
-        found.append(("decode_backward", {"pair_products": {"BM": 64, "num_warps": 4}, "gate_backward": {}}))
+        found.append(("decode_backward", together))
+        gates = list(some("BR num_warps", [(32, 4), (16, 8), (8, 2), (4, 1)]))
+        products = {"BM": 64, "num_warps": 4}
+        found += [("decode_backward", {"pair_products": products, "gate_backward": one}) for one in gates]
     add("combine", "BN BD num_warps", [(2, 512, 4), (4, 512, 4), (4, 128, 4)])
     add("token_products", "BN BD num_warps num_stages", [(64, 128, 4, 5), (64, 64, 4, 5), (32, 128, 4, 5)])
     rows: list[tuple[int, ...]] = [(64, 128, 4, 5), (32, 128, 4, 5), (32, 64, 4, 4), (16, 128, 4, 4)]
@@ -116,12 +123,8 @@ def variants(size: Size) -> list[tuple[str, Tried]]:
 
 
 PRODUCTS = [(128, 128, 8, 2), (128, 64, 8, 4), (64, 64, 4, 4), (128, 64, 4, 3), (64, 128, 4, 3)]
-GATES = [(32, 8), (16, 8), (8, 2), (32, 4)]
-MANY_ROUTE = [
-    *((128, 256, 64, 8, 3, 1), (64, 128, 64, 4, 3, 0), (64, 128, 64, 4, 3, 1), (64, 128, 64, 4, 4, 1)),
-    *((64, 128, 128, 4, 2, 1), (64, 256, 64, 8, 3, 1), (128, 128, 64, 8, 3, 1), (128, 128, 64, 8, 4, 1)),
-    *((64, 128, 32, 4, 5, 1), (64, 64, 64, 4, 4, 1), (128, 64, 64, 8, 4, 1)),
-]
+GATES = [(8, 4), (8, 1), (4, 1), (4, 2), (16, 2)]
+MANY_ROUTE = [(32, 128, 64, 4, 3), (64, 128, 64, 4, 4), (64, 128, 32, 4, 5), (32, 128, 64, 2, 3)]
 MANY_TOKENS = [(32, 64, 4), (16, 64, 4), (16, 256, 4), (32, 128, 8), (64, 64, 8), (16, 128, 2), (16, 512, 8)]
 MIXED_ROUTE = [
     *(

@@ -106,7 +106,7 @@ def fused(
     float32 = torch.float32 in (z_nd.dtype, P_Kd.dtype)
     exact = dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
     split = float32 and not (exact and z_nd.dtype == P_Kd.dtype)
-    blocks = {"SKIP": 0} | shape.blocks("route", not float32)
+    blocks = shape.blocks("route", not float32)
     blocks["BK"] = min(blocks["BK"], launch.power(K, 16))
     launch.lengths(z_nd, P_Kd, inverse_z_n, inverse_p_K, histogram)
     kernels.route[(-(-n // blocks["BN"]),)](
@@ -230,8 +230,7 @@ def fused_backward(
     grad_z_nd = grad_P_Kd = grad_V_dr = grad_U_Krd = grad_b_Kr = grad_a_Kr = None
     routing: tuple[Tensor, ...] = ()
     if past_decoders:
-        width = r + (K if shape.dense else 0)
-        sides_nw = torch.empty(n, width, dtype=shape.dtype, device=z_nd.device)
+        sides_nw = torch.empty(n, shape.width, dtype=shape.dtype, device=z_nd.device)
         grad_s_nk, coefficient_nk, grad_z_nd = map(torch.empty_like, (w_nk, w_nk, z_nd))
         blocks = shape.blocks("token_backward", z_nd.dtype == shape.dtype)
         kernels.token_backward[(-(-n // blocks["BN"]),)](
@@ -255,7 +254,7 @@ def fused_backward(
             1 / temperature,
             K=K,
             K_P=launch.power(K, 16),
-            W=width,
+            W=shape.width,
             k=k,
             k_P=launch.power(k, 2),
             COSINE=cosine,

@@ -173,9 +173,21 @@ class Shape(NamedTuple):
         return self.K <= DENSE_PATCHES and self.dtype in DENSE_TYPES
 
     @property
+    def width(self) -> int:
+        """Of what `token_products` multiplies with the tokens."""
+        return self.r + (self.K if self.dense else 0)
+
+    @property
     def apart(self) -> bool:
-        """Whether the gradients of gates are a kernel of their own."""
-        return "gate_backward" in TRIED
+        """Whether the gradients of gates are a kernel of their own: less time where codes are wide."""
+        if "gate_backward" in TRIED or "decode_backward" in TRIED:
+            return "gate_backward" in TRIED
+        return self.measured and self.dense and self.r > 32
+
+    @property
+    def measured(self) -> bool:
+        """Whether sizes were tried with shapes like this one."""
+        return self.dtype in DENSE_TYPES and self.r <= 128 and self.d > 256 and self.n >= 4096
 
     @property
     def most_tiles(self) -> int:
@@ -208,15 +220,15 @@ class Shape(NamedTuple):
 
     @lru_cache(4096)  # noqa: B019  a shape is a few numbers
     def _blocks(self, kernel: str, usual: bool, little: bool) -> dict[str, int]:
-        small = self.r <= 64
+        small, many = self.r <= 64, self.K > DENSE_PATCHES
         programs = 132  # about one wave of a large GPU
         narrow = little + (not usual) if self.dense else 0  # a tile then has all prototypes
         chosen = {
             "route": {
-                "BN": 128 if self.n >= 96 * programs else 64 if self.n >= 24 * programs else 16,
-                "BK": 256,
+                "BN": 16 if self.n < 24 * programs else 64 if many or self.n < 96 * programs else 128,
+                "BK": 128 if many else 256,
                 "BD": 64,
-                "num_warps": 8,
+                "num_warps": 4 if many and self.r <= 128 else 8,
                 "num_stages": 3 if self.r <= 128 else 2,  # three tiles of a wide code do not fit
             },
             "decode": {"BD": 64, "num_warps": 4 if small else 8, "num_stages": 3},
@@ -225,7 +237,7 @@ class Shape(NamedTuple):
             "few_scores": {"BK": max(2, min(32, 16384 // power(self.d))), "num_warps": 4},
             "few_tokens": {"BD": 64, "num_warps": 4},
             "decode_backward": {"BD": 64, "num_warps": 4 if small else 8, "num_stages": 4 if small else 3},
-            "pair_products": {"BM": 128, "BD": 64, "num_warps": 8, "num_stages": 3},
+            "pair_products": {"BM": 64, "BD": 64, "num_warps": 4, "num_stages": 3},
             "gate_backward": {"BR": min(self.tile, 32), "num_warps": 4},
             "token_backward": {"BN": 16, "BD": 128 >> narrow, "num_warps": 4, "num_stages": 2},
             "bank_backward": {"BM": 64, "BD": 128, "num_warps": 4, "num_stages": 3},
@@ -240,21 +252,48 @@ class Shape(NamedTuple):
             chosen = chosen | smaller | {"num_stages": 2}
         if kernel == "route" and not usual:  # float32 tiles, and two bfloat16 ones of each
             chosen = chosen | {"BD": 32, "num_stages": 2}
-        if usual and not little:
-            chosen = chosen | self._measured_blocks(kernel)
+        if self.measured and not little:
+            measured = self._measured_of_many if many else self._measured
+            chosen = chosen | measured(kernel, usual)
         return chosen | {"BD": min(chosen["BD"], power(self.d, 16))} if "BD" in chosen else chosen
 
-    def _measured_blocks(self, kernel: str) -> dict[str, int]:
-        """What was best in results/tune-h200.json, for shapes like those; the others keep what they had."""
-        if not (self.dense and self.r <= 128 and self.d > 256 and self.n >= 4096):
-            return {}
-        width = self.r + self.K  # of token_products: how much would blocks of 128 compute in vain?
+    def _measured(self, kernel: str, usual: bool) -> dict[str, int]:
+        """What was best in results/tune-h200.json and results/tune-many-h200.json, for shapes like those.
+
+        The others keep what they had.
+        """
+        large = self.n >= 16384 and self.K > 128
+        if not usual:  # float32 tokens
+            floats = {
+                "route": {"num_stages": 3},
+                "token_backward": {"BN": 32, "BD": 64, "num_warps": 8} if large else {},
+                "token_products": {"BN": 32, "num_stages": 5},
+            }
+            return floats.get(kernel, {}) if self.r <= 32 else {}
         return {
             "combine": {"BN": 2, "BD": 512},
-            "decode_backward": {"maxnreg": 128} if self.busy and self.r > 64 else {},
-            "token_backward": {"BN": 64, "BD": 32} if self.n >= 16384 and self.K > 128 else {},
-            "bank_backward": {"BM": 32, "num_stages": 5},
-            "token_products": {"BW": 64 if 4 * 128 * -(-width // 128) > 5 * width else 128, "num_stages": 5},
+            "pair_products": {"BM": 128, "num_warps": 8} if self.busy else {},
+            "gate_backward": {"BR": 8, "num_warps": 2} if self.busy else {},
+            "token_backward": {"BN": 64, "BD": 32} if large else {},
+            "bank_backward": {"BM": 32, "num_stages": 2 if self.r <= 32 else 5},
+            # how much would blocks of 128 compute in vain?
+            "token_products": {
+                "BW": 64 if 4 * 128 * -(-self.width // 128) > 5 * self.width else 128,
+                "num_stages": 5,
+            },
+        }.get(kernel, {})
+
+    def _measured_of_many(self, kernel: str, usual: bool) -> dict[str, int]:
+        """The same from results/tune-many-h200.json: patches are many, and perhaps few pairs have one."""
+        if not usual or self.r > 64:
+            return {}
+        few = self.tile == 16
+        return {
+            "combine": {"BN": 2, "BD": 512},
+            "decode": {"num_stages": 4} if few else {},
+            "decode_backward": {"num_warps": 2} if few else {},
+            "bank_backward": {"BM": 16, "BD": 64, "num_warps": 2, "num_stages": 4} if few else {},
+            "token_products": {"BD": 64, "num_stages": 5},
         }.get(kernel, {})
 
 
@@ -574,8 +613,8 @@ def token_products(
     from attractor.ops import kernels
 
     (n, d), W = z_nd.shape, sides_nw.shape[1]
-    usual = grad_P is not None and z_nd.dtype == shape.dtype
-    blocks = {"BW": min(128, power(W, 16))} | shape.blocks("token_products", usual)
+    sized = shape if shape.width == W else shape._replace(n=0)  # product prototypes were not tried
+    blocks = {"BW": min(128, power(W, 16))} | sized.blocks("token_products", z_nd.dtype == shape.dtype)
     grid = -(-W // blocks["BW"]), -(-d // blocks["BD"])
     num_parts = max(1, min(-(-n // blocks["BN"]), 264 // (grid[0] * grid[1])))
     parts = torch.empty(num_parts, W, d, device=z_nd.device)

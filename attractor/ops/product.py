@@ -47,8 +47,7 @@ def route_blocks(
     blocks = shape.blocks("route")
     # 64 tokens and 128 rows: what four warps hold in registers while they look for the best
     blocks |= {"BN": min(blocks["BN"], 64), "BK": min(128, power(shape.K, 16))}
-    if blocks["BN"] == 64 and not float32:
-        blocks["num_warps"] = 4
+    blocks["num_warps"] = 4 if blocks["BN"] == 64 and not float32 else 8
     if float32:
         blocks |= {"BD": min(32, power(shape.d, 16)), "num_stages": 2}
     return blocks | TRIED, split

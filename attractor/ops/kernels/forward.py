@@ -240,7 +240,6 @@ def route(
     HAS_KEEP: tl.constexpr,
     HAS_RADIUS: tl.constexpr,
     COUNT: tl.constexpr,
-    SKIP: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -297,10 +296,8 @@ def route(
         acc = tl.where((patches < K)[None, :], acc, float("-inf"))
         if K <= BK:
             best, best_patch = best_of_all(acc, k, k_P, BK)
-        elif SKIP:
-            best, best_patch = keep_better(acc, best, best_patch, first, k, k_P, BK)
         else:
-            best, best_patch = keep_best(acc, best, best_patch, first, k, k_P, BK)
+            best, best_patch = keep_better(acc, best, best_patch, first, k, k_P, BK)
 
     pairs = rows[:, None].to(tl.int64) * k + slots
     is_pair = is_row[:, None] & (slots < k)[None, :]
