@@ -234,6 +234,8 @@ def both_ways(module: nn.Module, x: Tensor, upstream: Tensor) -> dict[str, float
         found[name] = microseconds(run, graph=True)
         found[f"eager_{name}"] = microseconds(run, graph=False)
         found[f"python_{name}"] = host_microseconds(run)
+    with torch.autograd.set_multithreading_enabled(False):  # no thread of PyTorch's is waited for
+        found["python_one_thread"] = host_microseconds(both)
     return found
 
 
@@ -334,15 +336,16 @@ CHECKS = ("mismatch", "differing_runs", "from_today", "problem")
 def table(result: dict[str, Any]) -> None:
     """Times over those of dense."""
     heads = ("forward", "forward_backward", "eager_forward", "eager_forward_backward")
-    print("over dense: graph forward, graph both, eager forward, eager both; us of Python; checks")
+    print("over dense: graph forward, both, eager forward, both; us of Python, in one thread; checks")
     for name, rows in result["final"].items():
         dense = result["dense"][name]
         python = "python_forward_backward"
-        print(f"{name}   dense {dense['forward_backward']:.0f} us, {dense[python]:.0f} of Python")
+        spent = f"{dense[python]:.0f} of Python, {dense['python_one_thread']:.0f} in one thread"
+        print(f"{name}   dense {dense['forward_backward']:.0f} us, {spent}")
         for kind, row in rows.items():
             ratios = [row[h] / dense[h] if row.get(h) and dense[h] else math.nan for h in heads]
             checks = {check: row[check] for check in CHECKS if check in row}
-            ratios.append(row.get(python, math.nan))
+            ratios += [row.get(python, math.nan), row.get("python_one_thread", math.nan)]
             print(f"    {kind:8s}", " ".join(f"{ratio:6.2f}" for ratio in ratios), checks)
 
 

@@ -91,11 +91,21 @@ def test_a_kernel_that_is_interpreted_stays_as_it_is():
 
 def test_a_step_of_training_launches_what_triton_would():
     """Every kernel, by Triton's own code and by ours, up to the point where the driver takes over."""
+    assert "are the same" in output_of("launches.py")
+
+
+def test_kernels_are_given_what_machine_code_reads():
+    """A replayed launch writes parameters as the driver takes them: their number, order and types."""
+    assert "as they are written" in output_of("parameters.py")
+
+
+def output_of(script):
+    """In a process of its own, where nothing is interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     tests = Path(__file__).parent
     environment["PYTHONPATH"] = str(tests.parent)
     done = subprocess.run(
-        [sys.executable, "launches.py"], cwd=tests, env=environment, capture_output=True, text=True
+        [sys.executable, script], cwd=tests, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert "are the same" in done.stdout
+    return done.stdout

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 import triton
 
-from attractor.ops import fused, launch
+from attractor.ops import fused, launch, replay
 from attractor.ops.kernels import quick
 from attractor.ops.replay import Replayed, Tape
 
@@ -36,6 +36,7 @@ class Doubling:
 @pytest.fixture
 def double(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(replay, "stream_of", lambda device: 7)
     driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: 7))
     monkeypatch.setattr(triton.runtime, "driver", driver)
     return quick.Quick(Doubling())
@@ -115,6 +116,70 @@ def test_a_tensor_that_stands_for_two_tells_nothing_of_who_is_who(double):
         assert torch.equal(second, 2 * y)
     whole = numbers(41)
     assert torch.equal(call(whole[1:21], whole[21:])[0], 2 * whole[1:21])  # not aligned
+
+
+class Direct(Doubling):
+    """A kernel that says how it was compiled, and a driver that knows its function by number 99."""
+
+    function = 99
+    src = SimpleNamespace(
+        signature={"x": "*fp32", "y": "*fp32", "n": "i32", "plus": "fp32", "BN": "constexpr"}
+    )
+    metadata = SimpleNamespace(num_warps=4, num_ctas=1, shared=0, launch_pdl=False)
+
+    def __init__(self):
+        self.by_triton = 0
+
+    def run(self, *arguments):
+        self.by_triton += 1
+        super().run(*arguments)
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_the_driver_is_asked_itself(double, monkeypatch, refused):
+    asked = []
+
+    def launch(function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra):
+        asked.append(gx)
+        if refused and len(asked) % 2 == 0:
+            return 201
+        assert (function.value, gx, gy, gz, bx, by, bz, shared) == (99, 1, 1, 1, 128, 1, 1, 0)
+        assert stream.value == 7
+        assert extra is None
+        x, y, n, plus, *none = (
+            kind.from_address(place)
+            for kind, place in zip(
+                (*[ctypes.c_uint64] * 2, ctypes.c_int32, ctypes.c_float, *[ctypes.c_uint64] * 2),
+                parameters,
+                strict=True,
+            )
+        )
+        assert [place.value for place in none] == [0, 0]
+        Doubling().run(*[None] * 9, x.value, y.value, n.value, plus.value, None)
+        return 0
+
+    monkeypatch.setattr(replay, "driver_launch", lambda: launch)
+    kernel = Direct()
+    call = Replayed(quadruple(quick.Quick(kernel)), lambda: None)
+    for number in range(6):
+        x = numbers(20)
+        both, more, _ = call(x, 1.5)
+        assert torch.equal(both[:20], 4 * x + 4.5)
+        assert torch.equal(more, 8 * x + 9)
+        if number == 1:  # from now on
+            kernel.by_triton = 0
+    assert len(asked) == (8 if refused else 16)
+    assert kernel.by_triton == (12 if refused else 0)
+
+
+@pytest.mark.parametrize(
+    "other", [{"num_ctas": 2}, {"launch_pdl": True}, {"global_scratch_size": 8}, {"shared": 1 << 18}]
+)
+def test_what_triton_must_launch(other):
+    kernel = Direct()
+    assert replay.parameter_types(kernel, (1, 1, 1)) is not None
+    kernel.metadata = SimpleNamespace(**vars(kernel.metadata) | other)
+    assert replay.parameter_types(kernel, (1, 1, 1)) is None
 
 
 def test_the_layer_has_tapes(double, monkeypatch):

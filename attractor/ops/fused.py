@@ -27,6 +27,8 @@ FEW_TOKENS = 64
 FEW_PATCHES = 4096
 """Up to here one program can choose from all scores of a token."""
 MOST_RANK = 256
+NO_MORE = (None,) * 8
+"""Gradients of what is no parameter."""
 
 
 def why_not(device_type: str, dtype: torch.dtype) -> str | None:
@@ -337,14 +339,13 @@ class _Fused(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, _: None, grad_w: Tensor | None, grad_c: Tensor | None) -> Any:
-        saved = ctx.saved_tensors
-        z, U = saved[0], saved[5]
+        z, P, V, a, b, U, keep, radius, idx, w, rest = ctx.saved_tensors
         top_k, temperature, scale, cosine = ctx.options
         if launch.wants_graph():
             if z.dtype != U.dtype:
                 raise RuntimeError('second derivatives under autocast need backend="reference"')
             grads = reference.differentiable_backward(
-                saved[:8],
+                (z, P, V, a, b, U, keep, radius),
                 (grad, None, grad_w, grad_c),
                 top_k=top_k,
                 temperature=temperature,
@@ -354,24 +355,36 @@ class _Fused(torch.autograd.Function):
             return *grads, *[None] * 6
         if grad is None:  # only the weights or the confidence were used
             grad = torch.zeros(z.shape, dtype=U.dtype, device=z.device)
-        extra = (None if x is None else x.contiguous() for x in (grad_w, grad_c))
-        needs = ctx.needs_input_grad
-        wants = [*needs[:3], needs[5], needs[3] or needs[4]]
+        wants_z, wants_P, wants_V, wants_a, wants_b, wants_U, *_ = ctx.needs_input_grad
+        wants_gates = wants_a or wants_b
         dz, dP, dV, dU, db, *da = _fused_backward(
             grad.contiguous(),
-            *extra,
-            *saved[:6],
-            *saved[8:],
+            None if grad_w is None else grad_w.contiguous(),
+            None if grad_c is None else grad_c.contiguous(),
+            z,
+            P,
+            V,
+            a,
+            b,
+            U,
+            idx,
+            w,
+            rest,
             temperature,
             scale,
             cosine,
-            saved[7] is not None,
-            wants,
+            radius is not None,
+            [wants_z, wants_P, wants_V, wants_U, wants_gates],
         )
-        dz, dP, dV, dU, db = (
-            x if wanted else None for x, wanted in zip((dz, dP, dV, dU, db), wants, strict=True)
+        return (
+            dz if wants_z else None,
+            dP if wants_P else None,
+            dV if wants_V else None,
+            da[0] if da and wants_gates else None,
+            db if wants_gates else None,
+            dU if wants_U else None,
+            *NO_MORE,
         )
-        return dz, dP, dV, da[0] if da and wants[-1] else None, db, dU, *[None] * 8
 
 
 def fused_decode(
@@ -527,10 +540,10 @@ def apn(
     update, idx, w, confidence = _Fused.apply(
         z_nd.contiguous(),
         P_Km.contiguous(),
-        V_dr.to(dtype).contiguous(),
+        (V_dr if V_dr.dtype == dtype else V_dr.to(dtype)).contiguous(),
         None if a_Kr is None else a_Kr.contiguous(),
         b_Kr.contiguous(),
-        U_Kqd.to(dtype).contiguous(),
+        (U_Kqd if U_Kqd.dtype == dtype else U_Kqd.to(dtype)).contiguous(),
         None if keep_nk is None else keep_nk.contiguous(),
         None if radius_K is None else radius_K.contiguous(),
         top_k,
