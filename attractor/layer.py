@@ -293,7 +293,7 @@ class APN(nn.Module):
         """The update for tokens x (..., dim); with `return_stats`, also what the router did."""
         self._check_input(x)
         tokens = self._prepare(x)
-        output = self._compute(tokens, self._banks(), self.radius, self.backend)
+        output = self._compute(tokens, self._banks(), self.radius, self.backend, stats=return_stats)
         update = output.update
         if self.config.dropout:
             update = F.dropout(update, self.config.dropout, self.training)
@@ -320,7 +320,9 @@ class APN(nn.Module):
     def _banks(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
         """What belongs to patches, row by row: prototypes, slopes and biases of gates, decoders, offsets."""
         prototypes = self.prototypes if self.codebooks is None else self.codebooks
-        decoder = self.decoder if self.decoder is not None else self.offset_out
+        decoder = self.decoder
+        if decoder is None:
+            decoder = self.offset_out
         assert decoder is not None
         return prototypes, self.gate_slope, self.gate_bias, decoder, self.offset_in
 
@@ -332,7 +334,12 @@ class APN(nn.Module):
         }
 
     def _compute(
-        self, tokens: Tensor, banks: tuple[Tensor | None, ...], radius: Tensor | None, backend: str
+        self,
+        tokens: Tensor,
+        banks: tuple[Tensor | None, ...],
+        radius: Tensor | None,
+        backend: str,
+        stats: bool = True,
     ) -> ops.APNOutput:
         """What the layer does with tokens (n, dim) if these are its patches."""
         prototypes, gate_slope, gate_bias, decoder, offset_in = banks
@@ -351,6 +358,7 @@ class APN(nn.Module):
             keep_nk=self._draw_kept_slots(tokens),
             radius_K=radius,
             sparse=self.config.sparse_gradients,
+            stats=stats,
             backend=backend,
         )
 

@@ -60,10 +60,10 @@ def flat_step(rank: int, dtype: torch.dtype, patches: int, tokens: torch.dtype |
     V, U = torch.zeros(dim, rank, dtype=dtype), torch.zeros(patches, rank, dim, dtype=dtype)
     radius = torch.zeros(patches)  # with basins the kernels do a little more
     options = (top_k, 0.07, 1.0, True, dtype, True)
-    update, idx, w, _, saved = fused.fused(z, P, V, a, a, U, None, radius, *options)
-    tensors = (update, None, None, z, P, V, a, a, U, idx, w, saved)
+    update, saved = fused.fused(z, P, V, a, a, U, None, radius, *options)
+    tensors = (update, None, None, z, P, V, a, a, U, saved)
     for wants in ([True] * 5, [False, False, False, True, False]):  # all that learns, and decoders alone
-        fused.fused_backward(*tensors, 0.07, 1.0, True, True, wants)
+        fused.fused_backward(*tensors, top_k, 0.07, 1.0, True, True, wants)
 
 
 def product_step(rank: int, dtype: torch.dtype, patches: int) -> None:

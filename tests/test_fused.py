@@ -232,11 +232,11 @@ def test_operators_are_well_behaved():
     )
     scalar = (z, P, V, None, b[:, :1].contiguous(), U, None, torch.zeros(5, device=DEVICE))  # and basins
     torch.library.opcheck(operators.fused.default, (*scalar, *options, False), test_utils=checks)
-    _, idx, w, _, saved = fused._fused(z, P, V, a, b, U, None, None, *options, True)
-    arguments = (torch.randn_like(z), None, None, z, P, V, a, b, U, idx, w, saved, *options[1:4], False)
+    _, saved = fused._fused(z, P, V, a, b, U, None, None, *options, True)
+    arguments = (torch.randn_like(z), None, None, z, P, V, a, b, U, saved, *options[:4], False)
     for wants in ([True] * 5, [False, False, False, True, False], [False, True, False, False, True]):
         torch.library.opcheck(operators.fused_backward.default, (*arguments, wants), test_utils=checks)
-    code = torch.randn(9, 2, 3, device=DEVICE)
+    code, idx = torch.randn(9, 2, 3, device=DEVICE), saved[:18].view(torch.int32).view(9, 2)
     torch.library.opcheck(operators.fused_decode.default, (code, U, idx, True), test_utils=checks)
     _, order, numbers = fused._fused_decode(code, U, idx, True)
     for wants in ([True, True], [False, True], [True, False]):

@@ -56,7 +56,8 @@ def check_backend(backend: str) -> None:
 def apn(z_nd: Tensor, *tensors: Tensor | None, backend: str = "auto", **options: Any) -> APNOutput:
     """`reference.apn` by the asked backend; "auto" is the fastest that can run these tensors.
 
-    The reference alone knows every derivative: it is what torch.func transforms get.
+    The reference alone knows every derivative: it is what torch.func transforms get. With `stats=False`
+    nobody wants more than the update, and the rest may be None.
     """
     check_backend(backend)
     if backend == "auto":
@@ -64,6 +65,8 @@ def apn(z_nd: Tensor, *tensors: Tensor | None, backend: str = "auto", **options:
     elif reason := why_not(backend, z_nd.device, z_nd.dtype):
         raise ValueError(f"backend={backend!r} cannot run: {reason}")
     run = BACKENDS[backend]
+    if backend != "triton":
+        options.pop("stats", None)
     if torch.compiler.is_exporting():
         options["sparse"] = False  # what is exported has no gradients
     if options.get("sparse") and backend == "reference":

@@ -27,7 +27,7 @@ FEW_TOKENS = 64
 FEW_PATCHES = 4096
 """Up to here one program can choose from all scores of a token."""
 MOST_RANK = 256
-NO_MORE = (None,) * 8
+NO_MORE = (None,) * 9
 """Gradients of what is no parameter."""
 
 
@@ -57,19 +57,17 @@ def fused(
     cosine: bool,
     dtype: torch.dtype,
     backward: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """update, indices, weights, confidence; then what the backward pass needs beside them (`Saved`)."""
+) -> tuple[Tensor, Tensor]:
+    """The update, and all else that is known of the tokens (`Saved`)."""
     from attractor.ops import kernels
 
     (n, d), (K, r) = z_nd.shape, (P_Kd.shape[0], V_dr.shape[1])
     shape = Shape(n, d, K, top_k, r, dtype)
     device = z_nd.device
-    outputs = _empty_outputs(z_nd, P_Kd, V_dr, top_k, dtype, backward)
-    update_nd, idx_nk, w_nk, confidence_n, saved = outputs
+    outputs = update_nd, saved = _empty_outputs(z_nd, P_Kd, V_dr, top_k, dtype)
     if n == 0:
         return outputs
-    whole = saved if backward else torch.empty(Saved.count(shape), device=device)
-    s_nk, u_nr, inverse_z_n, inverse_p_K, *plan_of_pairs = Saved.cut(whole, shape)
+    idx_nk, w_nk, confidence_n, s_nk, u_nr, inverse_z_n, inverse_p_K, *plan_of_pairs = Saved.cut(saved, shape)
     if not backward and n <= FEW_TOKENS and K <= FEW_PATCHES and keep_nk is None:
         scores_nK = torch.empty(n, K, device=device)
         blocks = shape.blocks("few_scores")
@@ -147,8 +145,11 @@ def fused(
 
 
 class Saved(NamedTuple):
-    """What the backward pass reads, in one tensor: to allocate six takes as long as to launch a kernel."""
+    """What is known of tokens and patches, in one tensor: to allocate nine takes longer than to launch."""
 
+    idx_nk: Tensor
+    w_nk: Tensor
+    confidence_n: Tensor
     s_nk: Tensor
     u_nr: Tensor
     inverse_z_n: Tensor
@@ -159,7 +160,9 @@ class Saved(NamedTuple):
     @staticmethod
     def sizes(shape: Shape) -> list[tuple[int, ...]]:
         n, k, K = shape.n, shape.k, shape.K
-        return [(n, k), (n, shape.r), (n,), (K,), *((size,) for size in Plan.sizes(shape))]
+        of_pairs, of_tokens = (n, k), (n,)
+        routing = [of_pairs, of_pairs, of_tokens, of_pairs]
+        return [*routing, (n, shape.r), of_tokens, (K,), *((size,) for size in Plan.sizes(shape))]
 
     @classmethod
     def count(cls, shape: Shape) -> int:
@@ -171,23 +174,27 @@ class Saved(NamedTuple):
         for size in cls.sizes(shape):
             parts.append(whole[start : start + math.prod(size)].view(size))
             start += launch.aligned(math.prod(size))
-        return cls(*parts[:4], *(part.view(torch.int32) for part in parts[4:]))
+        whole_numbers = (0, 7, 8)
+        return cls(
+            *(
+                part.view(torch.int32) if number in whole_numbers else part
+                for number, part in enumerate(parts)
+            )
+        )
+
+
+def _shape_of(z_nd: Tensor, P_Kd: Tensor, V_dr: Tensor, top_k: int, dtype: torch.dtype) -> Shape:
+    return Shape(z_nd.shape[0], z_nd.shape[1], P_Kd.shape[0], top_k, V_dr.shape[1], dtype)
 
 
 def _empty_outputs(
-    z_nd: Tensor, P_Kd: Tensor, V_dr: Tensor, top_k: int, dtype: torch.dtype, backward: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    (n, d), (K, r) = z_nd.shape, (P_Kd.shape[0], V_dr.shape[1])
-
-    def new(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(sizes, dtype=dtype, device=z_nd.device)
-
+    z_nd: Tensor, P_Kd: Tensor, V_dr: Tensor, top_k: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    shape = _shape_of(z_nd, P_Kd, V_dr, top_k, dtype)
+    count = Saved.count(shape)
     return (
-        new(n, d, dtype=dtype),
-        new(n, top_k, dtype=torch.int32),
-        new(n, top_k),
-        new(n),
-        new(Saved.count(Shape(n, d, K, top_k, r, dtype)) if backward else 0),
+        torch.empty(shape.n, shape.d, dtype=dtype, device=z_nd.device),
+        torch.empty(count, dtype=torch.float32, device=z_nd.device),
     )
 
 
@@ -204,9 +211,8 @@ def fused_backward(
     a_Kr: Tensor | None,
     b_Kr: Tensor,
     U_Krd: Tensor,
-    idx_nk: Tensor,
-    w_nk: Tensor,
     saved: Tensor,
+    top_k: int,
     temperature: float,
     scale: float,
     cosine: bool,
@@ -220,13 +226,13 @@ def fused_backward(
     """
     from attractor.ops import kernels
 
-    (n, d), (K, r), k = z_nd.shape, (P_Kd.shape[0], V_dr.shape[1]), idx_nk.shape[1]
+    (n, d), (K, r), k = z_nd.shape, (P_Kd.shape[0], V_dr.shape[1]), top_k
     shape = Shape(n, d, K, k, r, grad_nd.dtype)
     if n == 0:
         return [x.zero_() for x in _empty_gradients(z_nd, P_Kd, V_dr, a_Kr, b_Kr, U_Krd, wants)]
     wants_z, wants_P, wants_V, wants_U, wants_gates = wants
     past_decoders = wants_z or wants_P or wants_V
-    s_nk, u_nr, inverse_z_n, inverse_p_K, *plan_of_pairs = Saved.cut(saved, shape)
+    idx_nk, w_nk, _, s_nk, u_nr, inverse_z_n, inverse_p_K, *plan_of_pairs = Saved.cut(saved, shape)
     plan, pairs = Plan(*plan_of_pairs), (grad_nd, u_nr, w_nk, a_Kr, b_Kr, U_Krd, scale)
     grads = launch.decode_backward(shape, plan, *pairs, whole=past_decoders or wants_gates)
     grad_z_nd = grad_P_Kd = grad_V_dr = grad_U_Krd = grad_b_Kr = grad_a_Kr = None
@@ -326,20 +332,31 @@ class _Fused(torch.autograd.Function):
         cosine: bool,
         dtype: torch.dtype,
         backward: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        update, idx, w, confidence, rest = _fused(
+        stats: bool,
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
+        update, known = _fused(
             z, P, V, a, b, U, keep, radius, top_k, temperature, scale, cosine, dtype, backward
         )
         if backward:
-            ctx.save_for_backward(z, P, V, a, b, U, keep, radius, idx, w, rest)
+            ctx.save_for_backward(z, P, V, a, b, U, keep, radius, known)
         ctx.options = (top_k, temperature, scale, cosine)
-        ctx.mark_non_differentiable(idx, *([] if radius is None else [confidence]))
         ctx.set_materialize_grads(False)
+        if not stats:
+            return update
+        parts = Saved.cut(known, _shape_of(z, P, V, top_k, dtype))
+        idx, w, confidence = (part.clone() for part in parts[:3])  # nobody may keep, or change, the others
+        ctx.mark_non_differentiable(idx, *([] if radius is None else [confidence]))
         return update, idx, w, confidence
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor | None, _: None, grad_w: Tensor | None, grad_c: Tensor | None) -> Any:
-        z, P, V, a, b, U, keep, radius, idx, w, rest = ctx.saved_tensors
+    def backward(
+        ctx: Any,
+        grad: Tensor | None,
+        _: None = None,
+        grad_w: Tensor | None = None,
+        grad_c: Tensor | None = None,
+    ) -> Any:
+        z, P, V, a, b, U, keep, radius, known = ctx.saved_tensors
         top_k, temperature, scale, cosine = ctx.options
         if launch.wants_graph():
             if z.dtype != U.dtype:
@@ -352,7 +369,7 @@ class _Fused(torch.autograd.Function):
                 scale=scale,
                 routing="cosine" if cosine else "dot",
             )
-            return *grads, *[None] * 6
+            return *grads, *[None] * 7
         if grad is None:  # only the weights or the confidence were used
             grad = torch.zeros(z.shape, dtype=U.dtype, device=z.device)
         wants_z, wants_P, wants_V, wants_a, wants_b, wants_U, *_ = ctx.needs_input_grad
@@ -367,9 +384,8 @@ class _Fused(torch.autograd.Function):
             a,
             b,
             U,
-            idx,
-            w,
-            rest,
+            known,
+            top_k,
             temperature,
             scale,
             cosine,
@@ -500,6 +516,7 @@ def apn(
     keep_nk: Tensor | None = None,
     radius_K: Tensor | None = None,
     sparse: bool = False,
+    stats: bool = True,
 ) -> APNOutput:
     if P_Km.dim() == 3 and product.can_run(P_Km, V_dr, top_k, U0_rd):
         return product.apn(
@@ -537,7 +554,7 @@ def apn(
             decode=decode_in_parts if P_Km.dim() == 2 else partial(gathered.decode, sparse=sparse),
         )
     dtype = launch.product_dtype(z_nd)
-    update, idx, w, confidence = _Fused.apply(
+    outputs = _Fused.apply(
         z_nd.contiguous(),
         P_Km.contiguous(),
         (V_dr if V_dr.dtype == dtype else V_dr.to(dtype)).contiguous(),
@@ -552,5 +569,7 @@ def apn(
         routing == "cosine",
         dtype,
         launch.needs_backward(z_nd, P_Km, V_dr, a_Kr, b_Kr, U_Kqd),
+        stats,
     )
-    return APNOutput(scale * update if isinstance(scale, Tensor) else update, idx, w, confidence)
+    update, *of_tokens = outputs if stats else (outputs, None, None, None)
+    return APNOutput(scale * update if isinstance(scale, Tensor) else update, *of_tokens)
