@@ -97,7 +97,7 @@ def variants(size: Size) -> list[tuple[str, Tried]]:
     if size.rank > 64 and crowded:
         found.append(("decode_backward", together))
         products = list(some("BM BD num_warps num_stages", [(128, 64, 8, 3), *PRODUCTS]))
-        gates = list(some("BR num_warps", [(8, 2), *GATES]))
+        gates = list(some("BR num_warps AHEAD", [(8, 2, 0), *GATES]))
         both = [(one, gates[0]) for one in products] + [(products[0], one) for one in gates[1:]]
         found += [("decode_backward", {"pair_products": one, "gate_backward": two}) for one, two in both]
         return found
@@ -112,7 +112,7 @@ def variants(size: Size) -> list[tuple[str, Tried]]:
     else:
         add("decode", "BD num_warps num_stages", [(128, 4, 2), (64, 4, 4), (128, 4, 3), (128, 8, 3)])
         found.append(("decode_backward", together))
-        gates = list(some("BR num_warps", [(32, 4), (16, 8), (8, 2), (4, 1)]))
+        gates = list(some("BR num_warps AHEAD", [(32, 4, 0), *GATES]))
         products = {"BM": 64, "num_warps": 4}
         found += [("decode_backward", {"pair_products": products, "gate_backward": one}) for one in gates]
     add("combine", "BN BD num_warps", [(2, 512, 4), (4, 512, 4), (4, 128, 4)])
@@ -123,7 +123,7 @@ def variants(size: Size) -> list[tuple[str, Tried]]:
 
 
 PRODUCTS = [(128, 128, 8, 2), (128, 64, 8, 4), (64, 64, 4, 4), (128, 64, 4, 3), (64, 128, 4, 3)]
-GATES = [(8, 4), (8, 1), (4, 1), (4, 2), (16, 2)]
+GATES = [(8, 2, 1), (8, 4, 1), (4, 2, 1), (16, 4, 1), (4, 1, 0), (4, 2, 0), (8, 4, 0)]
 MANY_ROUTE = [(32, 128, 64, 4, 3), (64, 128, 64, 4, 4), (64, 128, 32, 4, 5), (32, 128, 64, 2, 3)]
 MANY_TOKENS = [(32, 64, 4), (16, 64, 4), (16, 256, 4), (32, 128, 8), (64, 64, 8), (16, 128, 2), (16, 512, 8)]
 MIXED_ROUTE = [

@@ -128,10 +128,11 @@ def test_few_rounds_choose_the_same(top_k, dtype, monkeypatch):
 
 
 @every_dtype
-@pytest.mark.parametrize("gate", ["vector", "scalar"])
-def test_gates_apart(gate, dtype, monkeypatch):
+@pytest.mark.parametrize(("gate", "ahead"), [("vector", 0), ("vector", 1), ("scalar", 0)])
+def test_gates_apart(gate, ahead, dtype, monkeypatch):
     """As where codes are wide and many; with patches of more than a segment, and of none."""
-    for kernel, sizes in {"gate_backward": {"BR": 16}, "pair_products": {"BM": 16, "num_warps": 4}}.items():
+    gates = {"BR": 16, "AHEAD": ahead}
+    for kernel, sizes in {"gate_backward": gates, "pair_products": {"BM": 16, "num_warps": 4}}.items():
         monkeypatch.setitem(launch.TRIED, kernel, sizes)
     monkeypatch.setattr(launch, "SEGMENT", 64)
     layer = layer_of(dtype, dim=24, num_patches=12, top_k=2, rank=8, gate=gate, temperature=0.05)

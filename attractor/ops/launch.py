@@ -238,7 +238,7 @@ class Shape(NamedTuple):
             "few_tokens": {"BD": 64, "num_warps": 4},
             "decode_backward": {"BD": 64, "num_warps": 4 if small else 8, "num_stages": 4 if small else 3},
             "pair_products": {"BM": 64, "BD": 64, "num_warps": 4, "num_stages": 3},
-            "gate_backward": {"BR": min(self.tile, 32), "num_warps": 4},
+            "gate_backward": {"BR": min(self.tile, 32), "AHEAD": 0, "num_warps": 4},
             "token_backward": {"BN": 16, "BD": 128 >> narrow, "num_warps": 4, "num_stages": 2},
             "bank_backward": {"BM": 64, "BD": 128, "num_warps": 4, "num_stages": 3},
             "token_products": {"BN": 64, "BD": 128, "num_warps": 4, "num_stages": 3},

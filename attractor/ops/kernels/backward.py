@@ -149,6 +149,17 @@ def pair_products(
             tl.store(place, (acc * scale).to(products.dtype.element_ty), mask=here)
 
 
+@triton.jit
+def gathered(u, w, order, products, begin, ranks, total, code, R: tl.constexpr, k: tl.constexpr):
+    """The pairs at these ranks of a patch; what `pair_products` made of them, their codes and weights."""
+    is_pair = ranks < total
+    here = is_pair[:, None] & (code < R)[None, :]
+    pair = tl.load(order + begin + ranks, mask=is_pair, other=0).to(tl.int64)
+    dphi = tl.load(products + (begin + ranks)[:, None].to(tl.int64) * R + code, mask=here, other=0.0)
+    u_tile = tl.load(u + (pair // k)[:, None] * R + code, mask=here, other=0.0)
+    return pair, dphi, u_tile, tl.load(w + pair, mask=is_pair, other=0.0)
+
+
 @quick
 @triton.jit
 def gate_backward(
@@ -170,9 +181,14 @@ def gate_backward(
     k: tl.constexpr,
     BM: tl.constexpr,
     BR: tl.constexpr,
+    AHEAD: tl.constexpr,
     GATE: tl.constexpr,
 ):
-    """What `decode_backward` makes of the products of a tile, BR pairs at a time; w phi takes their place."""
+    """What `decode_backward` makes of the products of a tile, BR pairs at a time; w phi takes their place.
+
+    AHEAD, what the next pairs need is on its way while these are computed: the compiler cannot know that
+    nothing of it is written in between.
+    """
     tile = tl.program_id(0)
     if tile < tl.load(plan + COUNTS * K):
         patch = tl.load(plan + COUNTS * K + 2 + most_segments + tile).to(tl.int64)
@@ -182,15 +198,24 @@ def gate_backward(
         code = tl.arange(0, R_P)
         da = tl.zeros((BR, R_P), tl.float32)
         db = tl.zeros((BR, R_P), tl.float32)
-        for start in range(first, tl.minimum(first + BM, total), BR):
+        end = tl.minimum(first + BM, total)
+        if AHEAD:
+            ranks = first + tl.arange(0, BR)
+            pairs, dphis, u_tiles, weights = gathered(u, w, order, products, begin, ranks, end, code, R, k)
+        for start in range(first, end, BR):
             ranks = start + tl.arange(0, BR)
-            is_pair = ranks < total
+            if AHEAD:
+                pair, dphi, u_tile, weight = pairs, dphis, u_tiles, weights
+                after = ranks + BR
+                pairs, dphis, u_tiles, weights = gathered(
+                    u, w, order, products, begin, after, end, code, R, k
+                )
+            else:
+                pair, dphi, u_tile, weight = gathered(u, w, order, products, begin, ranks, end, code, R, k)
+            is_pair = ranks < end
             here = is_pair[:, None] & (code < R)[None, :]
-            pair = tl.load(order + begin + ranks, mask=is_pair, other=0).to(tl.int64)
             place = products + (begin + ranks)[:, None].to(tl.int64) * R + code
-            dphi = tl.load(place, mask=here, other=0.0).to(tl.float32)
-            u_tile = tl.load(u + (pair // k)[:, None] * R + code, mask=here, other=0.0)
-            weight = tl.load(w + pair, mask=is_pair, other=0.0)
+            dphi = dphi.to(tl.float32)
             open_ = gate(u_tile, a, b, patch, code[None, :], R, GATE)
             phi = u_tile * open_
             tl.store(grad_w + pair, tl.sum(dphi * phi, 1), mask=is_pair)
