@@ -320,11 +320,11 @@ def final(size: Size, best: Tried) -> dict[str, Any]:
     return rows
 
 
-def compiled(sizes: list[Size], jobs: int) -> list[tuple[Size, str, Tried]]:
-    """All variants that work."""
+def compiled(sizes: list[Size], jobs: int, tried: bool) -> list[tuple[Size, str, Tried]]:
+    """What is chosen today is compiled, and if others are `tried`, these, too: those that work."""
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
         build_all(pool, [(size, "", {}) for size in sizes])  # what all have in common, once
-        tasks = [(size, group, tried) for size in sizes for group, tried in variants(size)]
+        tasks = [(size, group, blocks) for size in sizes if tried for group, blocks in variants(size)]
         good = build_all(pool, tasks)
     say(f"compiled {len(good)} of {len(tasks)} variants")
     return good
@@ -364,7 +364,7 @@ def main() -> None:
     )
     given = parser.parse_args()
     sizes = [SIZES[number] for number in given.sizes]
-    good = [] if given.no_variants else compiled(sizes, given.jobs)
+    good = compiled(sizes, given.jobs, not given.no_variants)
     result: dict[str, Any] = {"experiment": "tune", "dense": {}, "tuned": {}, "final": {}}
     for size in sizes:
         if time.monotonic() - BEFORE > given.seconds:
