@@ -29,6 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 from attractor import APN, bench
 from attractor.bench import Size
 from attractor.ops import launch
+from attractor.ops.replay import Replayed, Tape
 from attractor.results import write_result
 
 Tried = dict[str, dict[str, int]]  # kernel -> sizes; "plan" is of several
@@ -311,6 +312,11 @@ def final(size: Size, best: Tried) -> dict[str, Any]:
                 rows[name]["kernels"] = kernel_times(lambda: step(layer, x, upstream))  # noqa: B023
                 found = step(layer, x, upstream)
             wanted = wanted or found
+            if name == "today":
+                tapes = [tape for each in Replayed.every for tape in each.tapes.values()]
+                known = [tape for tape in tapes if isinstance(tape, Tape)]
+                rows[name]["tapes"] = len(known)
+                rows[name]["tapes_by_the_driver"] = sum(tape.prepared is not None for tape in known)
             rows[name]["from_today"] = max(
                 bench.relative_rms(*pair) for pair in zip(found, wanted, strict=True)
             )
@@ -330,7 +336,7 @@ def compiled(sizes: list[Size], jobs: int, tried: bool) -> list[tuple[Size, str,
     return good
 
 
-CHECKS = ("mismatch", "differing_runs", "from_today", "problem")
+CHECKS = ("mismatch", "differing_runs", "from_today", "tapes", "tapes_by_the_driver", "problem")
 
 
 def table(result: dict[str, Any]) -> None:
