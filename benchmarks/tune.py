@@ -316,7 +316,6 @@ def final(size: Size, best: Tried) -> dict[str, Any]:
                 tapes = [tape for each in Replayed.every for tape in each.tapes.values()]
                 known = [tape for tape in tapes if isinstance(tape, Tape)]
                 rows[name]["tapes"] = len(known)
-                rows[name]["tapes_by_the_driver"] = sum(tape.prepared is not None for tape in known)
             rows[name]["from_today"] = max(
                 bench.relative_rms(*pair) for pair in zip(found, wanted, strict=True)
             )
@@ -336,7 +335,7 @@ def compiled(sizes: list[Size], jobs: int, tried: bool) -> list[tuple[Size, str,
     return good
 
 
-CHECKS = ("mismatch", "differing_runs", "from_today", "tapes", "tapes_by_the_driver", "problem")
+CHECKS = ("mismatch", "differing_runs", "from_today", "tapes", "problem")
 
 
 def table(result: dict[str, Any]) -> None:

@@ -94,11 +94,6 @@ def test_a_step_of_training_launches_what_triton_would():
     assert "are the same" in output_of("launches.py")
 
 
-def test_kernels_are_given_what_machine_code_reads():
-    """A replayed launch writes parameters as the driver takes them: their number, order and types."""
-    assert "as they are written" in output_of("parameters.py")
-
-
 def output_of(script):
     """In a process of its own, where nothing is interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -3,15 +3,12 @@
 What a call of the fused backend does follows from the sizes of its tensors: which kernels, how many programs,
 which constants. Between two such calls addresses alone differ. So the second call of a kind is recorded, and
 from the third on nothing is worked out: outputs are allocated, one buffer for all that is needed in between,
-and the launches follow. The driver itself is asked for them: what it needs lies prepared in memory, and only
-addresses are written there.
+and the launches follow.
 """
 
-import ctypes
-import struct
 import threading
 from collections.abc import Callable, Sequence
-from functools import lru_cache, reduce
+from functools import reduce
 from operator import itemgetter, or_
 from typing import Any, ClassVar
 
@@ -26,78 +23,11 @@ ALIGNED = 256
 aten = torch.ops.aten
 NEW = {aten.empty.memory_format, aten.empty_like.default, aten.new_empty.default}
 VIEWS = {aten.view.default, aten.view.dtype, aten.slice.Tensor, aten.detach.default, aten.alias.default}
-FORMATS = {"i32": "i", "i64": "q", "fp32": "f"}
-"""Of numbers among what kernels are given, by Triton's names of their types, as `struct` writes them."""
-MOST_SHARED = 228 * 1024
-"""Bytes of shared memory; for more, Triton asks the driver in another way."""
 _thread = threading.local()
-
-
-@lru_cache
-def driver_launch() -> Any:
-    """cuLaunchKernel; None where there is no driver."""
-    try:
-        return ctypes.CDLL("libcuda.so.1").cuLaunchKernel
-    except (OSError, AttributeError):
-        return None
 
 
 def stream_of(device: int) -> int:
     return torch._C._cuda_getCurrentRawStream(device)
-
-
-def parameter_types(compiled: Any, grid: Sequence[int]) -> list[str] | None:
-    """Triton's types of all that a compiled kernel is given; None if a plain launch is not what it needs."""
-    described, types = getattr(compiled, "metadata", None), getattr(compiled, "src", None)
-    if described is None or types is None:
-        return None
-    odd = ("launch_pdl", "launch_cooperative_grid", "global_scratch_size", "profile_scratch_size")
-    plain = (
-        not any(getattr(described, name, 0) for name in (*odd, "instrumentation_mode", "tensordesc_meta"))
-        and getattr(described, "num_ctas", 1) == 1
-        and described.shared <= MOST_SHARED
-        and min(grid) > 0
-    )
-    signature = list(types.signature.values())
-    known = all(kind == "constexpr" or kind[0] == "*" or kind in FORMATS for kind in signature)
-    return signature if plain and known else None
-
-
-class Prepared:
-    """Launches as the driver takes them: each one's parameters are places in one table in memory."""
-
-    def __init__(
-        self, launches: Sequence[tuple[Any, ...]], types: Sequence[list[str]], rows: Any, addresses: int
-    ) -> None:
-        """`rows` say of each launch in which slots its parameters are, and what they are if numbers."""
-        slots = 1 + max(addresses, *(slot + 1 for row in rows for slot, _ in row))
-        self.table = (ctypes.c_uint64 * slots)()  # the last stays zero: of memory that no kernel asks for
-        self.write = struct.Struct(f"{addresses}Q").pack_into
-        start = ctypes.addressof(self.table)
-        self.calls = []
-        for (_, grid, how, _, compiled), kinds, row in zip(launches, types, rows, strict=True):
-            places = []
-            for kind, (slot, number) in zip(kinds, row, strict=True):
-                if kind == "constexpr":
-                    continue
-                places.append(start + 8 * slot)
-                if kind[0] != "*":
-                    struct.pack_into(FORMATS[kind], self.table, 8 * slot, number)
-            places += [start + 8 * (slots - 1)] * 2
-            block = 32 * compiled.metadata.num_warps
-            front = (ctypes.c_void_p(how[0]), *grid, block, 1, 1, compiled.metadata.shared)
-            self.calls.append((front, (ctypes.c_void_p * len(places))(*places)))
-        self.busy = threading.Lock()
-
-    def launch(self, addresses: Sequence[int], stream: int) -> int:
-        """How many were launched: the driver refuses what it cannot do, also if it has no context yet."""
-        launch, where = driver_launch(), ctypes.c_void_p(stream)
-        with self.busy:
-            self.write(self.table, 0, *addresses)
-            for number, (front, parameters) in enumerate(self.calls):
-                if launch(*front, where, parameters, None):
-                    return number
-        return len(self.calls)
 
 
 class Recorder(TorchDispatchMode):
@@ -157,7 +87,7 @@ class Tape:
         further: dict[tuple[int, int], int] = {}
         self.numbers: list[Any] = []
         rows: list[list[tuple[int, int]]] = []  # which part of the table, and where there
-        for _, _, _, values, _ in seen.launches:
+        for *_, values in seen.launches:
             rows.append([])
             for x in values:
                 if not isinstance(x, Tensor):
@@ -170,20 +100,10 @@ class Tape:
                 )
         self.further = list(further)
         first = 0, buffer + 1, buffer + 1 + len(further)
-        slots = [[first[part] + where for part, where in row] for row in rows]
         self.launches = [
-            (run, grid, how, itemgetter(*row))
-            for (run, grid, how, _, _), row in zip(seen.launches, slots, strict=True)
+            (run, grid, how, itemgetter(*(first[part] + where for part, where in row)))
+            for (run, grid, how, _), row in zip(seen.launches, rows, strict=True)
         ]
-        types = [parameter_types(compiled, grid) for _, grid, _, _, compiled in seen.launches]
-        self.prepared = None
-        if all(types) and driver_launch() is not None:
-            numbered = [
-                list(zip(row, values, strict=True))
-                for row, (_, _, _, values, _) in zip(slots, seen.launches, strict=True)
-            ]
-            self.prepared = Prepared(seen.launches, types, numbered, first[2])  # type: ignore[arg-type]
-        self.compiled = [compiled for *_, compiled in seen.launches]  # what nothing holds is unloaded
 
     def play(self, addresses: list[int], stream: int) -> list[Tensor]:
         device, empty = self.device, torch.empty_strided
@@ -191,11 +111,9 @@ class Tape:
         buffer = empty((self.size,), (1,), dtype=torch.uint8, device=device)
         table: list[Any] = [*addresses, *[x.data_ptr() for x in outputs], buffer.data_ptr()]
         table += [table[number] + start for number, start in self.further]
-        done = 0 if self.prepared is None else self.prepared.launch(table, stream)
-        if done < len(self.launches):  # by Triton, which makes a context, or says what is wrong
-            table += self.numbers
-            for run, grid, how, pick in self.launches[done:]:
-                run(*grid, stream, *how, *pick(table))
+        table += self.numbers
+        for run, grid, how, pick in self.launches:
+            run(*grid, stream, *how, *pick(table))
         return outputs
 
 

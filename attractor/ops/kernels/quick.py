@@ -59,8 +59,8 @@ class Quick:
             stream = triton.runtime.driver.active.get_current_stream(device)
             run(*grid, *ONES[len(grid)], stream, *how, *values, *rest)
         if seen := recorder():
-            run, how, rest, compiled = found
-            seen.launches.append((run, (*grid, *ONES[len(grid)]), how, (*given, *rest), compiled))
+            run, how, rest, _ = found
+            seen.launches.append((run, (*grid, *ONES[len(grid)]), how, (*given, *rest)))
 
 
 def quick(kernel: Any) -> Any:
