@@ -37,7 +37,7 @@ from attractor.serve.errors import Busy
 log = logging.getLogger("attractor")
 
 RECENT_S = 10.0  # "tokens per second" is the rate of so many seconds
-PATIENCE_S = 0.001
+PATIENCE_S = 0.0003
 """So long may another thread keep Python to itself while a text waits; Python's 5 ms are several tokens."""
 
 
