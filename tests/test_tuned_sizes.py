@@ -54,7 +54,7 @@ def is_chosen_of_later(shape: Shape, kernel: str, tried: Tried, all_sizes: Tried
     )
 
 
-@pytest.mark.parametrize("name", LATER["tuned"].keys() | EARLIER["tuned"].keys())
+@pytest.mark.parametrize("name", sorted(LATER["tuned"].keys() | EARLIER["tuned"].keys()))
 def test_what_was_best_is_taken(name):
     """Within 2 % of the best of all kernels with tiles of as many pairs as ours have."""
     d, n, K, r, k = map(int, re.findall(r"\d+", name))
