@@ -221,7 +221,7 @@ class APN(nn.Module):
 
         `by="time"` takes no longer than the FFN on the GPU that docs/performance.md was measured on: with
         hidden // 6 patches, at most 256, of rank hidden / 48, at most 128, and 4 of them active it was timed
-        at widths of 384, 768 and 2048, forward and backward at 0.61, 0.38 and 0.29 of the FFN's time. Nothing
+        at widths of 384, 768 and 2048, forward and backward at 0.61, 0.37 and 0.31 of the FFN's time. Nothing
         is timed here.
 
         Other options are those of `APN`.

@@ -29,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 from attractor import APN, bench
 from attractor.bench import Size
 from attractor.ops import launch
-from attractor.ops.replay import Replayed, Tape
+from attractor.ops.tapes import Tape, Taped
 from attractor.results import write_result
 
 Tried = dict[str, dict[str, int]]  # kernel -> sizes; "plan" is of several
@@ -313,7 +313,7 @@ def final(size: Size, best: Tried) -> dict[str, Any]:
                 found = step(layer, x, upstream)
             wanted = wanted or found
             if name == "today":
-                tapes = [tape for each in Replayed.every for tape in each.tapes.values()]
+                tapes = [tape for each in Taped.every for tape in each.tapes.values()]
                 known = [tape for tape in tapes if isinstance(tape, Tape)]
                 rows[name]["tapes"] = len(known)
             rows[name]["from_today"] = max(

@@ -10,7 +10,7 @@ from torch._dynamo.testing import CompileCounter
 
 from attractor import APN, ops
 from attractor.ops import fused, launch, product
-from attractor.ops.replay import Replayed
+from attractor.ops.tapes import Taped
 
 pytestmark = [needs_triton, pytest.mark.filterwarnings("ignore:.*Triton.*:UserWarning")]
 ON_GPU = torch.cuda.is_available()
@@ -29,8 +29,8 @@ def few_are_fewer(monkeypatch):
     monkeypatch.setattr(fused, "FEW_TOKENS", FEW_TOKENS)
     monkeypatch.setattr(fused, "FEW_PATCHES", FEW_PATCHES)
     monkeypatch.setattr(product, "FEW_TOKENS", FEW_TOKENS)
-    for replayed in Replayed.every:  # what a test replaces is not in a tape of before
-        replayed.tapes.clear()
+    for taped in Taped.every:  # what a test replaces is not in a tape of before
+        taped.tapes.clear()
 
 
 def relative_rms(got: torch.Tensor, exact: torch.Tensor) -> float:

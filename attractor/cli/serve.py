@@ -65,7 +65,10 @@ class Serve:
     """The port to listen on; 0 takes a free one."""
     keys: Annotated[Path | None, otherwise("all on this machine may do everything", "PATH")] = None
     """The file that says who may do what; `attractor keys` writes it."""
-    chat: Annotated[ChatName | None, otherwise("the model's own, or by what is taught", "NAME")] = None
+    chat: Annotated[
+        ChatName | None,
+        otherwise("the model's own, else questions for lessons, transcript for texts", "NAME"),
+    ] = None
     """How the messages of a chat become a prompt."""
     sync: SyncName = "always"
     """Whether a change is on the disk before its answer, or when the system writes it."""

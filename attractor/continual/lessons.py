@@ -48,7 +48,7 @@ from attractor.lm import inputs_of
 RESEMBLING = 32
 """So many forms of earlier lessons, with words like a new subject's last one, are read again before it is
 placed."""
-MOST_QUIET = 0.85
+MOST_ALIKE = 0.85
 """What comes closer to a subject than this cannot be told from it: to leave it alone would take too much of
 the basin."""
 SAME = 0.9999
@@ -437,7 +437,7 @@ class Lessons:
         told = self._said_of_others(names)
         small = [text.casefold() for _, text in told]
         chosen = {n for name in names for n in resembling(name, small, RESEMBLING)}
-        texts = self.reading.quiet([told[n] for n in sorted(chosen)], names)
+        texts = self.reading.of_others([told[n] for n in sorted(chosen)], names)
         if not texts:
             return self.calibration.nearest
         read = [
@@ -445,14 +445,14 @@ class Lessons:
             for batch in self.reading.batches([texts])[0]
             if (places := [(row, key) for row, text in enumerate(batch.texts) for key in text.keys])
         ]
-        quiet = self.layer.represent(torch.cat(read).to(self.layer.encoder.dtype)).float()
+        theirs = self.layer.represent(torch.cat(read).to(self.layer.encoder.dtype)).float()
 
         def nearest(keys: Tensor) -> Tensor:
-            most = torch.full_like(keys[:, 0], MOST_QUIET)
+            most = torch.full_like(keys[:, 0], MOST_ALIKE)
             if len(taken.radius):  # the new basins must still be the deeper ones
                 depth = (keys @ taken.prototypes.T - taken.radius).amax(1).clamp(min=0)
                 most = torch.minimum(most, 1 - depth - 2 * self.config.room)
-            others = torch.minimum((keys @ quiet.T).amax(1), most)
+            others = torch.minimum((keys @ theirs.T).amax(1), most)
             return torch.maximum(self.calibration.nearest(keys), others)
 
         return nearest

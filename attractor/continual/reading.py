@@ -41,6 +41,9 @@ class Below(Protocol):
 class Halves(Protocol):
     """A model in two halves, of which the lower one no lesson changes: see `attractor.hf.halves`."""
 
+    repeats: bool
+    """Whether passes have few sizes, so that a GPU can record them."""
+
     def below(self, texts: Sequence[list[int]]) -> Below:
         """What the lower half makes of texts."""
 
@@ -95,6 +98,8 @@ class Read(NamedTuple):
 
 class Whole:
     """A model that is not cut in two: everything is computed in every pass."""
+
+    repeats = False
 
     def __init__(self, model: nn.Module, layer: nn.Module | None = None) -> None:
         self.model, self.layer = model, layer
@@ -368,7 +373,7 @@ class Reading:
                         texts.append(Text(number, tokens, range(last, last + 1), [last]))
         return texts
 
-    def quiet(self, said: Sequence[tuple[str, str]], subjects: Sequence[str]) -> list[Text]:
+    def of_others(self, said: Sequence[tuple[str, str]], subjects: Sequence[str]) -> list[Text]:
         """What lessons about other subjects say, given as (subject, text): each token of it is a key, except
         where a subject of its own ends, and where one of these `subjects` stands.
         """

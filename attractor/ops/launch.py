@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attractor.ops.replay import Replayed
+from attractor.ops.tapes import Taped
 
 SEGMENT, LONG_SEGMENT = 512, 2048
 """Pairs of one patch that one program adds up for the patch's gradients: more where patches are `busy`."""
@@ -82,7 +82,7 @@ def operator(run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[...,
     torch.library.register_fake(name, lambda *given: fake(*(given[place] for place in places)))
     registered = getattr(torch.ops.attractor, run.__name__).default
 
-    replayed = Replayed(run, torch.get_float32_matmul_precision)
+    taped = Taped(run, torch.get_float32_matmul_precision)
 
     def call(first: Tensor, *rest: Any) -> Any:
         watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
@@ -90,7 +90,7 @@ def operator(run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[...,
             return registered(first, *rest)
         if TRIED or first.get_device() != torch.cuda.current_device():
             return on_gpu(first, *rest)
-        return replayed(first, *rest)
+        return taped(first, *rest)
 
     return call
 

@@ -7,7 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
-from attractor.ops.replay import recorder
+from attractor.ops.tapes import recorder
 
 ONES = ((1, 1, 1), (1, 1), (1,), ())
 """What a grid of so many axes lacks."""

@@ -151,7 +151,7 @@ class LessonTeacher(Teacher):
 
     def prepare(self) -> Iterator[str]:
         yield from self.canaries.prepare()
-        if getattr(self.lessons.reading.halves, "repeats", False):
+        if self.lessons.reading.halves.repeats:
             while self._first_lessons:
                 yield "passes of lessons are being recorded"
                 self._learn_for_nothing(self._first_lessons.pop())

@@ -1,4 +1,4 @@
-"""Replayed launches, with a kernel that works on addresses, on the CPU."""
+"""Taped launches, with a kernel that works on addresses, on the CPU."""
 
 import ctypes
 from types import SimpleNamespace
@@ -9,9 +9,9 @@ import torch
 pytest.importorskip("triton")
 import triton
 
-from attractor.ops import fused, launch, replay
+from attractor.ops import fused, launch, tapes
 from attractor.ops.kernels import quick
-from attractor.ops.replay import Replayed, Tape
+from attractor.ops.tapes import Tape, Taped
 
 
 class Doubling:
@@ -36,7 +36,7 @@ class Doubling:
 @pytest.fixture
 def double(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(replay, "stream_of", lambda device: 7)
+    monkeypatch.setattr(tapes, "stream_of", lambda device: 7)
     driver = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: 7))
     monkeypatch.setattr(triton.runtime, "driver", driver)
     return quick.Quick(Doubling())
@@ -64,7 +64,7 @@ def quadruple(double):
 
 
 def test_other_tensors_of_the_same_sizes(double):
-    call = Replayed(quadruple(double), lambda: None)
+    call = Taped(quadruple(double), lambda: None)
     for number in range(5):
         x = numbers(20)
         both, more, alone = call(x, 1.0)
@@ -78,7 +78,7 @@ def test_other_tensors_of_the_same_sizes(double):
 
 
 def test_each_kind_has_its_own(double):
-    call = Replayed(quadruple(double), lambda: None)
+    call = Taped(quadruple(double), lambda: None)
     for _ in range(3):
         for n, plus in ((20, 1.0), (24, 1.0), (20, 0.5)):
             x = numbers(n)
@@ -86,12 +86,12 @@ def test_each_kind_has_its_own(double):
     assert len(call.tapes) == 3
 
 
-def test_what_must_not_be_replayed(double):
+def test_what_must_not_be_taped(double):
     def adding(x, y):
         double[(1,)](x, z := torch.empty_like(x), x.numel(), 0.0, BN=4)
         return [z + y]
 
-    call = Replayed(adding, lambda: None)
+    call = Taped(adding, lambda: None)
     for _ in range(4):
         x, y = numbers(20), numbers(20)
         assert torch.equal(call(x, y)[0], 2 * x + y)
@@ -105,7 +105,7 @@ def test_a_tensor_that_stands_for_two_tells_nothing_of_who_is_who(double):
         double[(1,)](y, second, y.numel(), 0.0, BN=4)
         return [first, second]
 
-    call = Replayed(run, lambda: None)
+    call = Taped(run, lambda: None)
     same = numbers(20)
     for _ in range(3):
         call(same, same)
@@ -119,7 +119,7 @@ def test_a_tensor_that_stands_for_two_tells_nothing_of_who_is_who(double):
 
 
 def test_the_layer_has_tapes(double, monkeypatch):
-    """Nothing runs; but all that a step does can be replayed."""
+    """Nothing runs; but all that a step does can be taped."""
     from attractor.ops import kernels
 
     class Still(quick.Quick):
@@ -141,13 +141,13 @@ def test_the_layer_has_tapes(double, monkeypatch):
 
     for name in kernels.__all__:
         monkeypatch.setattr(kernels, name, Still(Kernel(getattr(kernels, name))))
-    call, back = (Replayed(run, lambda: None) for run in (fused.fused, fused.fused_backward))
+    call, back = (Taped(run, lambda: None) for run in (fused.fused, fused.fused_backward))
     z, P, V, a, b, U = (torch.randn(s) for s in ((99, 8), (5, 8), (8, 3), (5, 3), (5, 3), (5, 3, 8)))
     options = (2, 0.5, 1.0, True, torch.float32)
     for _ in range(3):
         _, saved = call(z, P, V, a, b, U, None, None, *options, True)
         given = (torch.randn_like(z), None, None, z, P, V, a, b, U, saved)
         back(*given, *options[:4], False, [True] * 5)
-    for replayed in (call, back):
-        assert all(isinstance(tape, Tape) for tape in replayed.tapes.values())
+    for taped in (call, back):
+        assert all(isinstance(tape, Tape) for tape in taped.tapes.values())
     assert launch.aligned(65) == 128

@@ -117,13 +117,13 @@ class Tape:
         return outputs
 
 
-class Replayed:
+class Taped:
     """`run`, a function of tensors and numbers, or a tape of it.
 
     It must depend on nothing else but what `state` says, and return tensors that it made.
     """
 
-    every: ClassVar[list["Replayed"]] = []
+    every: ClassVar[list["Taped"]] = []
 
     def __init__(self, run: Callable[..., Any], state: Callable[[], Any]) -> None:
         self.run, self.state = run, state
