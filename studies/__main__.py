@@ -301,6 +301,8 @@ class Time(Repeated):
     """What is compared, by names such as "dense 6d", "apn 4/64 r128", "apn 16/65536 r8 product @3" (in block
     3 alone), "moe 8/32 h192" or "switch 4 h1536". "default": those of the size; "banks": a million patches
     and as few beside them."""
+    dim: int | None = None
+    """The width of all models, whose heads have 64 channels (default: that of the size)."""
     mixture: tuple[str, ...] = equal_time.MIXTURE
     """The domains of the mixture."""
     steps: int | None = None
@@ -329,6 +331,7 @@ class Time(Repeated):
         known = {"default": equal_time.SHAPES[self.size], "banks": equal_time.BANKS}
         ask = equal_time.Ask(
             shapes=[shape for name in self.shapes for shape in known.get(name, (name,))],
+            dim=self.dim,
             rates=self.rates,
             steps=self.steps,
             again=self.again,

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from attractor.config import RunConfig
+from attractor.config import RunConfig, check_size
 from studies.cells import Benchmark, Cells
 from studies.grid import Inquiry, Values, ask_each
 from studies.match import MIXTURE as MIXTURE
@@ -60,10 +60,14 @@ RATES = {"dense": 1e-3, "apn": 2e-3, "moe": 2e-3, "switch": 2e-3}
 """What suited most models of a kind best in `match`; with one layer of patches the dense one."""
 
 
+HEAD = 64
+
+
 class Ask(NamedTuple):
     """What is to be trained and timed."""
 
     shapes: Sequence[str]
+    dim: int | None = None  # of all models, with heads of 64 channels; None is that of the size
     rates: Sequence[float] = ()  # beside its own, those that the first seed of each shape tries
     steps: int | None = None
     again: Sequence[str] = ()  # at equal time
@@ -75,6 +79,16 @@ class Ask(NamedTuple):
     compiled: bool = True
     trains: bool = True
     times: bool = True
+
+
+def of_width(run: RunConfig, dim: int | None) -> RunConfig:
+    """A model of this width, with heads of 64 channels."""
+    if dim is None:
+        return run
+    check_size("dim", dim)
+    if dim % HEAD:
+        raise ValueError(f"dim={dim} must be a multiple of {HEAD}, the channels of a head")
+    return dataclasses.replace(run, model=dataclasses.replace(run.model, dim=dim, num_heads=dim // HEAD))
 
 
 def rate_of(name: str) -> float:
@@ -208,7 +222,7 @@ def run(bench: Benchmark, result: Path, ask: Ask | None = None) -> dict[str, Any
     shift = ask.shift or next(iter(bench.shifts("mixture")), None)
     if shift is not None and (shift in members or shift not in bench.hashes):
         raise ValueError(f"shift {shift!r} must be a domain that is not in the mixture, {', '.join(members)}")
-    base = bench.plan.config("dense", 0)
+    base = of_width(bench.plan.config("dense", 0), ask.dim)
     configs = {name: shape(name, base) for name in dict.fromkeys(ask.shapes)}
     if unknown := set(ask.again) - set(configs):
         raise ValueError(f"equal time is asked for {sorted(unknown)}, which --shapes does not name")
@@ -245,6 +259,7 @@ def run(bench: Benchmark, result: Path, ask: Ask | None = None) -> dict[str, Any
         "by": by,
         "ways": ways,
         "steps": steps,
+        "dim": base.model.dim,
         "rows": rows,
         "equal_steps": {way: compared(rows, way) for way in ways},
         "no_slower": {way: no_slower(rows, way) for way in ways},

@@ -6,6 +6,7 @@ A shape's name is its recipe, so that any shape can be asked for:
     apn 4/64 r128                    4 of 64 patches of rank 128
     apn 4/65536 r8 product           prototypes are pairs from two codebooks; gradients have rows
     apn 16/1048576 r2 product @3     in block 3 alone; the FFNs of the others are dense
+    apn 8/256 r128 @1,3,5            in these blocks
     moe 8/32 h192                    8 of 32 experts of width 192
     switch 4 h1536                   one of 4 experts
 """
@@ -37,7 +38,7 @@ from studies.grid import Settings, Values
 from studies.plan import PLANS, Plan, Text, device_of, domain
 
 DENSE = re.compile(r"dense (\d+)d")
-PATCHES = re.compile(r"apn (\d+)/(\d+) r(\d+)( product)?( @\d+)?")
+PATCHES = re.compile(r"apn (\d+)/(\d+) r(\d+)( product)?( @\d+(?:,\d+)*)?")
 EXPERTS = re.compile(r"(moe) (\d+)/(\d+) h(\d+)|(switch) (\d+) h(\d+)")
 Way = Literal["eager", "pass", "compiled", "graphs"]
 WAYS: tuple[Way, ...] = get_args(Way)
@@ -62,8 +63,8 @@ def shape(name: str, run: RunConfig) -> RunConfig:
         if found[4]:
             apn = dataclasses.replace(apn, prototypes="product", sparse_gradients=True)
         if found[5]:
-            one = {found[5].strip(" @"): {"ffn": "apn"}}
-            return dataclasses.replace(run, model=dataclasses.replace(model, apn=apn, per_layer=one))
+            some = {block: {"ffn": "apn"} for block in found[5].strip(" @").split(",")}
+            return dataclasses.replace(run, model=dataclasses.replace(model, apn=apn, per_layer=some))
         return presets.with_apn(run, apn)
     if found := EXPERTS.fullmatch(name):
         if found[1]:
@@ -74,13 +75,13 @@ def shape(name: str, run: RunConfig) -> RunConfig:
         return presets.with_mixture(run, "switch", MoEConfig(num_experts=experts, hidden=hidden))
     raise ValueError(
         f"shape {name!r} is unknown; write 'dense 4d', 'apn 4/64 r128', 'apn 4/65536 r8 product', "
-        "'apn 16/1048576 r2 product @3' (in block 3 alone), 'moe 2/8 h768' or 'switch 4 h1536'"
+        "'apn 16/1048576 r2 product @3' (in block 3 alone; @1,3 in two), 'moe 2/8 h768' or 'switch 4 h1536'"
     )
 
 
 def is_bank(name: str) -> bool:
     """Whether a shape is about many patches: those learn a shift, too."""
-    return "product" in name or "@" in name
+    return "product" in name
 
 
 def make_trainer(config: RunConfig, dataset: Dataset, folder: Path, device: torch.device) -> Trainer:

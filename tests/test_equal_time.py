@@ -37,12 +37,23 @@ def test_a_name_is_a_recipe():
     assert [bank.ffn_of(layer)[0] for layer in range(6)] == ["mlp", "mlp", "mlp", "apn", "mlp", "mlp"]
     settings = bank.ffn_of(3)[1]
     assert (settings.num_patches, settings.prototypes, settings.sparse_gradients) == (2**20, "product", True)
+    some = time_cells.shape("apn 8/256 r128 @1,4", base).model
+    assert [some.ffn_of(layer)[0] for layer in range(6)] == ["mlp", "apn", "mlp", "mlp", "apn", "mlp"]
     moe = time_cells.shape("moe 8/32 h192", base).model
     assert (moe.ffn, moe.moe.top_k, moe.moe.num_experts, moe.moe.hidden) == ("moe", 8, 32, 192)
     switch = time_cells.shape("switch 4 h1536", base).model
     assert (switch.ffn, switch.moe.num_experts, switch.moe.hidden) == ("switch", 4, 1536)
     with pytest.raises(ValueError, match="shape 'apn 4-64' is unknown; write 'dense 4d'"):
         time_cells.shape("apn 4-64", base)
+
+
+def test_models_may_be_wider():
+    base = PLANS["full"].config("dense", 0)
+    assert equal_time.of_width(base, None) == base
+    wide = time_cells.shape("dense 4d", equal_time.of_width(base, 768)).model
+    assert (wide.dim, wide.num_heads, wide.hidden) == (768, 12, 3072)
+    with pytest.raises(ValueError, match="dim=100 must be a multiple of 64"):
+        equal_time.of_width(base, 100)
 
 
 def test_every_shape_that_is_named_is_one():
