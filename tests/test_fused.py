@@ -398,6 +398,21 @@ def test_auto_takes_the_kernels_on_a_gpu():
     assert ops.choose_backend(cpu, torch.float32) == "grouped"
 
 
+def test_what_is_compiled_runs_the_same_backend(monkeypatch):
+    """Up to torch 2.12 the compiler says of all that it compiles that it is exported: no kernel would run."""
+    chosen = []
+
+    def run(x):
+        chosen.append(ops.choose_backend(x.device, x.dtype))
+        return x + 1
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend="eager", fullgraph=True)
+    monkeypatch.setattr(torch.compiler, "is_exporting", lambda: True)
+    compiled(torch.zeros(2))
+    assert chosen == ["grouped"]
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not ON_GPU, reason="no CUDA device")
 class TestOnGPU:

@@ -13,6 +13,7 @@ from attractor.ops.reference import (
     APNOutput,
     balance_loss,
     finite_rows,
+    is_exporting,
     routing_precision,
     scores,
     unit,
@@ -67,7 +68,7 @@ def apn(z_nd: Tensor, *tensors: Tensor | None, backend: str = "auto", **options:
     run = BACKENDS[backend]
     if backend != "triton":
         options.pop("stats", None)
-    if torch.compiler.is_exporting():
+    if is_exporting():
         options["sparse"] = False  # what is exported has no gradients
     if options.get("sparse") and backend == "reference":
         options["decode"] = partial(gathered.decode, sparse=True)
@@ -77,7 +78,7 @@ def apn(z_nd: Tensor, *tensors: Tensor | None, backend: str = "auto", **options:
 
 
 def choose_backend(device: torch.device, dtype: torch.dtype) -> str:
-    if torch.compiler.is_exporting():  # a program that needs none of our operators to run
+    if is_exporting():  # a program that needs none of our operators to run
         return "reference"
     if device.type == "cpu":
         return "reference" if _in_function_transform() else "grouped"

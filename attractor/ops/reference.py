@@ -55,6 +55,15 @@ def without_autocast(device_type: str) -> AbstractContextManager:
     return torch.autocast(device_type, enabled=False)
 
 
+def is_exporting() -> bool:
+    """Whether a program is made that must do without our operators, and whose shapes may be free.
+
+    `torch.compiler.is_exporting` says so too, but up to torch 2.12 also of everything that torch.compile
+    compiles. The flag behind it does not.
+    """
+    return torch.compiler._is_exporting_flag
+
+
 def scores(
     z_nd: Tensor, P_Km: Tensor, *, temperature: float, routing: str, projection_gdm: Tensor | None = None
 ) -> Tensor:
@@ -71,7 +80,7 @@ def scores(
             x_ngm = torch.einsum("ngd,gdm->ngm", x_ngm, routing_precision(projection_gdm))
         if routing == "cosine":
             x_ngm = unit(x_ngm)
-        is_short = not torch.compiler.is_exporting() and len(z_nd) < P_Km.shape[1]
+        is_short = not is_exporting() and len(z_nd) < P_Km.shape[1]
         if groups == 1 and is_short:  # fewer scores to divide than numbers in prototypes
             return x_ngm[:, 0] @ p_Kgm[:, 0].T / (lengths(p_Kgm[:, 0]).T * temperature)
         return x_ngm.flatten(1) @ unit(p_Kgm).flatten(1).T / (groups * temperature)
