@@ -212,6 +212,7 @@ class Sizes:
     many: int = 10_000
     streaming: int = 8
     learning: float = 5.0
+    turns: int = 3  # of learning, and of as long without
     acknowledged: int = 100
     hostile: int = 1000
     hostile_at_once: int = 125
@@ -231,6 +232,7 @@ SMALL = Sizes(
     many=20,
     streaming=2,
     learning=1.0,
+    turns=1,
     acknowledged=3,
     hostile=8,
     hostile_at_once=2,
@@ -788,9 +790,9 @@ def main() -> int:
         plain = None
         row("no lessons", lambda: compared(place, rates(place)), wanted=False)
         row("one fact", lambda: one_fact(place))
-        usual = service.limits.learning_share
-        row("while learning", lambda: while_learning(place, usual, 2), wanted=False)
-        row("while learning less", lambda: while_learning(place, 0.15, 1), wanted=False)
+        usual = service.limits.share_on(base.device.type)
+        row("while learning", lambda: while_learning(place, usual, sizes.turns), wanted=False)
+        row("while learning more", lambda: while_learning(place, 0.4, sizes.turns), wanted=False)
         service.limits = dataclasses.replace(service.limits, learning_share=usual)
         row("acknowledgement", lambda: acknowledgement(place), wanted=False)
         before = list[Any]()

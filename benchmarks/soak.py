@@ -116,7 +116,7 @@ def rollback(lessons: int = 1000, before: int = 250) -> dict[str, Any]:
 def throughput(seconds: float = 10.0, streams: int = 8) -> dict[str, Any]:
     """Tokens per second of several texts at once: alone, beside lessons, beside lessons without limits."""
     options = {"limits": Limits(drain=1.0), "rules": Rules(canary_tokens=64, canary_rise=0.1, drift=None)}
-    shares = {"alone": None, "learning": Limits.learning_share, "learning all the time": 1.0}
+    shares = {"alone": None, "learning": Limits().share_on("cpu"), "learning all the time": 1.0}
     found: dict[str, list[float]] = {name: [] for name in shares}
     lessons = Counter[str]()
     with (

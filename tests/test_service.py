@@ -104,6 +104,14 @@ def test_wrong_lessons_say_why(tmp_path: Path, texts: list[str], source: str, ma
         service.learn(texts, source)
 
 
+@pytest.mark.parametrize(("device", "share"), [("cuda", 0.15), ("cpu", 0.4)])
+def test_learning_takes_a_share_of_the_time(device: str, share: float) -> None:
+    assert Limits().share_on(device) == share
+    assert Limits(learning_share=0.5).share_on(device) == 0.5
+    with pytest.raises(ValueError, match=r"learning_share=0\.0 must be 0 < share <= 1"):
+        Limits(learning_share=0.0)
+
+
 # --- taking back
 
 

@@ -54,8 +54,9 @@ class Limits(JSONConfig):
     """Changes from one snapshot to the next: what a start has to read again, at most."""
     keep_snapshots: int = 8
     """Snapshots that are kept: how far back a rollback can go."""
-    learning_share: float = 0.4
-    """The share of the time that learning may take while texts are being written."""
+    learning_share: float | None = None
+    """The share of the time that learning may take while texts are being written (default: 0.15 on a GPU, and
+    0.4 on a CPU, where each has cores of its own)."""
     drain: float = 10.0
     """Seconds that texts under way have to end when the server does."""
     turn: float = 60.0
@@ -66,10 +67,16 @@ class Limits(JSONConfig):
     def __post_init__(self) -> None:
         for name in ("rows", "waiting", "learning", "administration", "snapshot_every", "keep_snapshots"):
             check_size(name, getattr(self, name))
-        check_number("learning_share", self.learning_share, "0 < share <= 1", lambda s: 0 < s <= 1)
+        if self.learning_share is not None:
+            check_number("learning_share", self.learning_share, "0 < share <= 1", lambda s: 0 < s <= 1)
         for name in ("drain", "turn"):
             check_number(name, getattr(self, name), "a number of seconds, 0 or more", lambda s: s >= 0)
         check_number("follow", self.follow, "a number of seconds above 0", lambda s: s > 0)
+
+    def share_on(self, device: str) -> float:
+        """The share of the time that learning may take on this kind of device."""
+        usual = 0.15 if device == "cuda" else 0.4
+        return usual if self.learning_share is None else self.learning_share
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -402,7 +402,8 @@ class Service:
         While texts are being written, learning takes its share of the time, and half of the cores.
         """
         spent = time.monotonic() - self._working_since
-        until = time.monotonic() + spent * (1 - self.limits.learning_share) / self.limits.learning_share
+        share = self.limits.share_on(self.teacher.publication.device.type)
+        until = time.monotonic() + spent * (1 - share) / share
         self._let_readers_go_on(until)
         is_alone = self.engine.stats()["rows"] == 0
         torch.set_num_threads(self._all_cores if is_alone else self._some_cores)  # of this thread alone

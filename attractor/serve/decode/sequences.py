@@ -54,9 +54,10 @@ class Publication:
     """The path of texts that name none; None stands for the mixture of all paths."""
 
     def __post_init__(self) -> None:
-        modules = self.guard.modules()  # this also raises the errors of a guard here
-        if any(module.training for module in modules):  # to tell them all takes much longer than to ask
-            self.guard.eval()
+        self.guard.training = False  # this also raises the errors of a guard here
+        for path in self.paths.values():
+            if next(iter(path.modules())).training:  # to ask or to tell all of them takes milliseconds
+                path.eval()
 
     @functools.cached_property
     def guard(self) -> Guard:

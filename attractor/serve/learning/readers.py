@@ -337,6 +337,7 @@ class Version(nn.Module):
         self._readers = readers
         self.bank, self.radius, self.number = bank, radius, next(NUMBERS)
         bank.versions.add(self)
+        self.training = False
 
     @property
     def config(self) -> CausalConfig:
