@@ -184,12 +184,14 @@ def call(port: int, method: str, path: str, body: Any = None) -> Any:
     finally:
         line.close()
     if reply.status != 200:
-        raise Refusal(reply.status, json.dumps(answer)[:600])
+        raise Refusal(reply.status, answer.get("error", {}))
     return answer
 
 
 class Refusal(Exception):
-    pass
+    def __init__(self, status: int, error: dict[str, Any]) -> None:
+        super().__init__(status, json.dumps(error)[:600])
+        self.error = error
 
 
 # --- the server
@@ -617,7 +619,9 @@ def hostile(place: Place, tokenizer: Any, text: str) -> dict[str, Any]:
         "nothing is taught, and the model is not the base"
     )
     words = [word for word in text.split() if word.isalpha()]
-    sentences = [part.strip() for part in text.split(" . ") if 40 < len(part) < 200] or [
+    rest = tokenizer.decode([int(token) for token in tokenizer.encode(text)[sizes.background :]])
+    # what is measured would only be learned by heart
+    sentences = [part.strip() for part in rest.split(" . ") if 40 < len(part) < 200] or [
         text[:120],
         text[120:240],
     ]
@@ -660,13 +664,16 @@ def hostile(place: Place, tokenizer: Any, text: str) -> dict[str, Any]:
         try:
             answer = call(place.port, "POST", "/v1/lessons", {"lessons": lessons, "source": source})
         except Refusal as refusal:
-            if len(lessons) > 1:  # those that may be taught are
+            at_fault = refusal.error.get("at_fault") or (range(1) if len(lessons) == 1 else [])
+            if not at_fault:  # it does not say which, so halves tell
                 half = len(lessons) // 2
                 for part in (lessons[:half], lessons[half:]):
                     teach(name, part, source)
                 return
-            done[name]["refused"] += 1
+            done[name]["refused"] += len(at_fault)
             reasons.append(f"{name}: {refusal.args}"[:300])
+            if rest := [lesson for number, lesson in enumerate(lessons) if number not in at_fault]:
+                teach(name, rest, source)
             return
         done[name]["taught"] += len(lessons)
         numbers.extend(one["lesson"] for one in answer["lessons"])

@@ -366,7 +366,7 @@ def _entropy(counts: list[float]) -> float:
 
 
 BUSY = Busy("too many lessons wait", 2.5)
-REFUSED = Refused("a canary got worse", {"canary": "news", "before": 4.6, "after": 5.2})
+REFUSED = Refused("a canary got worse", {"canary": "news", "before": 4.6, "after": 5.2}, [2])
 UNAVAILABLE = Unavailable("the disk is full: [Errno 28] No space left on device: '/srv/data/journal'")
 
 

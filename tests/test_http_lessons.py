@@ -47,6 +47,7 @@ def test_problems_of_a_lesson(client, service):
     service.problem = REFUSED
     assert answer().status_code == 409
     assert answer().json()["error"]["figures"] == {"canary": "news", "before": 4.6, "after": 5.2}
+    assert answer().json()["error"]["at_fault"] == [2]
     service.problem = UNAVAILABLE
     assert answer().status_code == 503
     assert "/srv" not in answer().text

@@ -369,6 +369,11 @@ def test_a_lesson_about_what_everybody_asks_is_refused(tmp_path: Path) -> None:
             service.learn([about(ANN, "!")], "wiki")
         assert refused.value.figures["news"]["windows_entered"] > 0
         assert bits(service) == before
+        with pytest.raises(Refused, match="canary 'news'") as refused:
+            service.learn([about(EVE, "?"), about(ANN, "!"), about(BOB, "?")], "wiki")
+        assert refused.value.at_fault == [1]
+        assert bits(service) == before
+        service.learn([about(EVE, "?"), about(BOB, "?")], "wiki")
         service.learn([about(EVE, "!")], "wiki")  # a lesson that was refused counts for nothing
 
 
@@ -494,8 +499,9 @@ def test_lessons_about_one_subject_do_not_pile_up(service: Service, monkeypatch:
     before, texts = bits(service), text_of(service, f"I met {ANN}")
     with pytest.raises(
         Refused, match="3 lessons about 'Ann Zorvan' stand one over the other: revise lesson 2"
-    ):
+    ) as refused:
         service.learn([about(BOB, "!"), about(ANN, "?")], "wiki")
+    assert refused.value.at_fault == [1]
     assert bits(service) == before
     assert text_of(service, f"I met {ANN}") == texts
     service.begin("revise", 2, REVISION).result()

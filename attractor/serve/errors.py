@@ -1,6 +1,6 @@
 """What a server answers when it cannot do what it was asked, apart from wrong questions (ValueError)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,16 @@ class Busy(Exception):
 
 
 class Refused(Exception):
-    """A change may not be published; `figures` say why. Nothing was changed."""
+    """A change may not be published; `figures` say why. Nothing was changed.
 
-    def __init__(self, message: str, figures: Mapping[str, Any] | None = None) -> None:
+    Of several lessons, `at_fault` are the places (from 0) of those without which the others might be.
+    """
+
+    def __init__(
+        self, message: str, figures: Mapping[str, Any] | None = None, at_fault: Sequence[int] = ()
+    ) -> None:
         super().__init__(message)
-        self.figures = dict(figures or {})
+        self.figures, self.at_fault = dict(figures or {}), list(at_fault)
 
 
 class Unavailable(Exception):

@@ -115,7 +115,8 @@ def problem_of(error: Exception, *, wrong: int = 400) -> Problem:
             wait = max(1, math.ceil(error.retry_after)) if math.isfinite(error.retry_after) else 1
             return Problem(429, str(error), code="busy", headers={"Retry-After": str(wait)})
         case Refused():
-            return Problem(409, str(error), code="lesson_refused", figures=error.figures)
+            told, at_fault = error.figures, error.at_fault
+            return Problem(409, str(error), code="lesson_refused", figures=told, at_fault=at_fault)
         case Unavailable():
             return Problem(503, str(error), code="learning_unavailable")
         case KeyReused():

@@ -15,7 +15,7 @@ it does is a text predicted, with the lesson and without.
 
     canaries = BasinCanaries(net, lessons, {"news": tokens}, rules, context=512)
     for doing in canaries.prepare(): ...      # once, in pieces
-    verdict = canaries.judge(patches)         # Refused, if one of them suffers from these patches
+    verdict = canaries.judge(patches_of)      # Refused, if one of them suffers from these lessons' patches
     canaries.accept(verdict)                  # once they are there
 """
 
@@ -212,8 +212,12 @@ class BasinCanaries:
 
     # --- judging
 
-    def judge(self, patches: Sequence[int]) -> Verdict:
-        """What these patches, which are new, do to the canaries; Refused if one of them would suffer."""
+    def judge(self, patches_of: Sequence[Sequence[int]]) -> Verdict:
+        """What lessons with these patches, which are new, do to the canaries.
+
+        Refused if a canary would suffer, with the places of the lessons that are at fault.
+        """
+        patches = [patch for own in patches_of for patch in own]
         rises = {
             name: canary.rise | self._rises(canary, patches, range(len(canary.windows)))
             for name, canary in self.canaries.items()
@@ -229,12 +233,32 @@ class BasinCanaries:
         }
         for name, found in figures.items():
             if not found["rise"] <= found["most"]:  # NaN is refused too
+                at_fault = self._at_fault(self.canaries[name], rises[name], patches_of)
                 raise Refused(
                     f"canary {name!r} would be predicted worse: its perplexity would rise by "
                     f"{found['rise']:.2%}, and {found['most']:.2%} is the most",
                     figures,
+                    at_fault,
                 )
         return Verdict(figures, rises)
+
+    def _at_fault(
+        self, canary: Canary, rise: dict[int, float], patches_of: Sequence[Sequence[int]]
+    ) -> list[int]:
+        """Which of several lessons would have to go, the worst first, until the rest is allowed.
+
+        Nothing is read again: a window that a lesson enters is taken to be the base's without it.
+        """
+        entered = {place: set(self._entered(canary, own, rise)) for place, own in enumerate(patches_of)}
+        found: list[int] = []
+        while entered:
+            staying = canary.rise.keys() | set().union(*entered.values())
+            if canary.share({window: rise[window] for window in staying}) <= self.rules.canary_rise:
+                break
+            worst = max(entered, key=lambda place: sum(rise[window] for window in entered[place]))
+            found.append(worst)
+            del entered[worst]
+        return sorted(found)
 
     def accept(self, verdict: Verdict) -> None:
         """The lessons that were judged are there now."""
@@ -255,20 +279,24 @@ class BasinCanaries:
     @torch.no_grad()
     def _rises(self, canary: Canary, patches: Sequence[int], windows: Iterable[int]) -> dict[int, float]:
         """How many nats more each of these windows costs that has a token in one of the patches."""
+        rises = {}
+        for number in self._entered(canary, patches, windows):
+            tokens = canary.windows[number].numpy()
+            if number not in canary.base:
+                canary.base[number] = evaluate(self.base, tokens) * (len(tokens) - 1)
+            rises[number] = evaluate(self.taught, tokens) * (len(tokens) - 1) - canary.base[number]
+        return rises
+
+    @torch.no_grad()
+    def _entered(self, canary: Canary, patches: Sequence[int], windows: Iterable[int]) -> list[int]:
+        """Those of these windows that have a token in one of the patches."""
         layer = self.lessons.layer
         assert layer.radius is not None
         if not len(patches):
-            return {}
+            return []
         prototypes = ops.unit(layer.prototypes[list(patches)].float())
         radius = layer.radius[list(patches)].float() - CLOSE
-        rises = {}
-        for number in windows:
-            if bool((canary.keys[number] @ prototypes.T > radius).any()):
-                tokens = canary.windows[number].numpy()
-                if number not in canary.base:
-                    canary.base[number] = evaluate(self.base, tokens) * (len(tokens) - 1)
-                rises[number] = evaluate(self.taught, tokens) * (len(tokens) - 1) - canary.base[number]
-        return rises
+        return [number for number in windows if bool((canary.keys[number] @ prototypes.T > radius).any())]
 
     def figures(self) -> dict[str, dict[str, Any]]:
         """By how much the perplexity of each canary is higher, and how many of its windows differ at all."""

@@ -203,7 +203,7 @@ class LessonTeacher(Teacher):
             return self._with_words(known)
         tokens = self._count_tokens(what, source)
         self._finish_preparing(report)
-        with self._all_or_nothing() as new:
+        with self._all_or_nothing(in_order=True) as new:
             self._teach(what, report, new)
             verdict = self._judge(new)
             deltas = deltas_of(self.lessons, new)
@@ -432,19 +432,23 @@ class LessonTeacher(Teacher):
     # --- inside
 
     @contextmanager
-    def _all_or_nothing(self, changing: Iterable[int] = ()) -> Iterator[list[int]]:
+    def _all_or_nothing(self, changing: Iterable[int] = (), *, in_order: bool = False) -> Iterator[list[int]]:
         """A list for the numbers of lessons that are new, or learned again.
 
-        What fails inside leaves all lessons as they were, of which none but `changing` may have changed.
+        What fails inside leaves all lessons as they were, of which none but `changing` may have changed. A
+        refusal names lessons by their places in the list, which mean something if that is `in_order` of what
+        was asked.
         """
         before, number = deltas_of(self.lessons, changing), self.lessons._next
         staying = set(self.lessons.lessons) - set(before)
         try:
             yield []
-        except BaseException:
+        except BaseException as error:
             take_out(self.lessons, [n for n in self.lessons.lessons if n not in staying])
             put_in(self.lessons, before.values())
             number_from(self.lessons, number)
+            if isinstance(error, Refused) and not in_order:
+                error.at_fault = []
             raise
 
     @contextmanager
@@ -476,24 +480,26 @@ class LessonTeacher(Teacher):
                 if len(lesson.overrides) >= MOST_OVER:
                     raise Refused(
                         f"{MOST_OVER} lessons about {lesson.subject[:80]!r} stand one over the other: revise "
-                        f"lesson {lesson.overrides[-1]}, or forget some of them"
+                        f"lesson {lesson.overrides[-1]}, or forget some of them",
+                        at_fault=[new.index(lesson.number)],
                     )
 
     def _judge(self, new: Sequence[int]) -> Verdict:
-        patches = self._patches_of(new)
         assert self.lessons.layer.decoder is not None
-        if not bool(self.lessons.layer.decoder[patches].isfinite().all()):
+        if not bool(self.lessons.layer.decoder[self._patches_of(new)].isfinite().all()):
             raise Refused("the lesson would not leave finite numbers")
-        return self.canaries.judge(patches)
+        own = patches_of(self.lessons, new)
+        return self.canaries.judge([own[number] for number in new])
 
     def _patches_of(self, numbers: Iterable[int]) -> list[int]:
         return [patch for own in patches_of(self.lessons, numbers).values() for patch in own]
 
     def _check_known(self, new: Sequence[int], verdict: Verdict) -> None:
-        for lesson in (self.lessons.lessons[number] for number in new):
-            if lesson.known < 1:
-                reason = figures_of(lesson, {})["reason"]
-                raise Refused(f"the lesson about {lesson.subject!r}: {reason}", verdict.figures)
+        unknown = [place for place, number in enumerate(new) if self.lessons.lessons[number].known < 1]
+        if unknown:
+            lesson = self.lessons.lessons[new[unknown[0]]]
+            reason = figures_of(lesson, {})["reason"]
+            raise Refused(f"the lesson about {lesson.subject!r}: {reason}", verdict.figures, unknown)
 
     def _change(self, delta: Delta, source: str, **more: int) -> Change:
         """The record of a lesson; its words are in the delta alone."""
