@@ -17,13 +17,14 @@ def paper_apn() -> RunConfig:
 
 
 def best_apn() -> RunConfig:
-    """The best APN found so far on Shakespeare: 64 patches of rank 128, 16 active, 22.98M parameters.
+    """The APN that predicts best in a dense model's time: 256 patches of rank 128, 8 active, 80.34M parameters.
 
-    From a text too large to learn by heart, 256 patches learn more, without dropout and with a weight decay
-    of 0.1.
+    That holds on a GPU, for a text too large to learn by heart. From a small one, such as Shakespeare, 64
+    patches with 16 active learn more, with dropout, a patch_dropout of 0.3 and a weight decay of 1.
     """
-    run = with_apn(paper_dense(), APNConfig(num_patches=64, top_k=16, rank=128, patch_dropout=0.3))
-    return replace(run, train=replace(run.train, weight_decay=1.0))
+    run = with_apn(paper_dense(), APNConfig(num_patches=256, top_k=8, rank=128))
+    train = replace(run.train, learning_rate=2e-3, min_learning_rate=2e-4)
+    return replace(run, model=replace(run.model, dropout=0.0), train=train)
 
 
 def tiny_dense() -> RunConfig:

@@ -316,6 +316,8 @@ class Time(Repeated):
     ways: tuple[time_cells.Way, ...] = time_cells.WAYS
     """How steps are timed: launched one by one, forward and backward of that as a graph, compiled, and
     compiled with CUDA graphs. Without a GPU only the first."""
+    decode: bool = True
+    """Also time how long a token takes that is written."""
     by: time_cells.Way | None = None
     """The one that is drawn and decides equal time (default: graphs, or the first there is)."""
     shift: str | None = None
@@ -338,6 +340,7 @@ class Time(Repeated):
             within=self.within,
             by=self.by,
             ways=self.ways,
+            decode=self.decode,
             shift=self.shift,
             local_rate=self.local_rate,
             compiled=self.compiled,

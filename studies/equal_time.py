@@ -74,6 +74,7 @@ class Ask(NamedTuple):
     within: str = "dense 4d"  # in whose time
     by: str | None = None  # the way to time a step that decides; None is the trainer's
     ways: Sequence[str] = WAYS
+    decode: bool = True  # and the time of a decoded token
     shift: str | None = None  # what shapes with product prototypes learn locally
     local_rate: float = 3e-3
     compiled: bool = True
@@ -251,7 +252,8 @@ def run(bench: Benchmark, result: Path, ask: Ask | None = None) -> dict[str, Any
     if ask.times:
         few = 20 if on_gpu else 3
         timed = {name: data.of(config, 1e-4, 1000) for name, config in configs.items()}
-        asked = [(name, way) for way in (*ways, "decode") for name in timed]  # neighbours are compared
+        every = (*ways, "decode") if ask.decode else ways
+        asked = [(name, way) for way in every for name in timed]  # neighbours are compared
         taken = bench.alone({(name, way): bench.clock(name, timed[name], way, few) for name, way in asked})
     times = {name: {way: cell for (own, way), cell in taken.items() if own == name} for name in configs}
     rows = {name: _row(trained.get(name, []), times[name], best.get(name)) for name in configs}
@@ -285,7 +287,7 @@ def _row(
     row: dict[str, Any] = {
         "val_loss": [cell["val_loss"] for cell in cells],
         "times": {way: times[way]["seconds"] if way in times else None for way in WAYS},
-        "decode": (times["decode"]["seconds"] or {}) if times else {},
+        "decode": (times["decode"]["seconds"] or {}) if "decode" in times else {},
         "errors": {way: cell["error"] for way, cell in times.items() if cell["error"]},
     }
     if cells and choice is not None:

@@ -127,7 +127,7 @@ PLANS: dict[Size, Plan] = {
     ),
     "full": Plan(
         model=GPTConfig(vocab_size=256, dropout=0.2, ffn_start="unit"),
-        apn=presets.best_apn().model.apn,
+        apn=APNConfig(num_patches=64, top_k=16, rank=128, patch_dropout=0.3),
         moe=EXPERTS,
         train=TrainConfig(max_steps=2500, patience=3, checkpoint_interval=2500),
         steps=600,

@@ -225,6 +225,9 @@ def test_training_and_taking_times_can_follow_each_other(texts, tiny_plan, tmp_p
     assert second["rows"]["dense 2d"]["val_loss"] == []
     assert second["rows"]["dense 2d"]["times"]["eager"] > 0
     study_tables.shown(read(tmp_path / "two.json"))
+    assert second["rows"]["dense 2d"]["decode"].keys() == {"1", "64"}
+    less = equal_time.run(bench, tmp_path / "less.json", Ask(shapes, trains=False, decode=False))
+    assert less["rows"]["dense 2d"]["decode"] == {}
     both = equal_time.run(bench, tmp_path / "both.json", Ask(shapes))
     assert both["rows"]["dense 2d"]["val_loss"] == first["rows"]["dense 2d"]["val_loss"]
     assert both["rows"]["dense 2d"]["times"] == second["rows"]["dense 2d"]["times"]
