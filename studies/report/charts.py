@@ -243,17 +243,20 @@ def lines(series: Mapping[str, Sequence[float]], x_title: str, y_title: str, tit
 
 
 def _label(figure: Figure, axes: Axes, labels: Mapping[tuple[float, float], str]) -> None:
-    """Beside each point its label, where that covers no point and no other label."""
+    """Beside each point its label, where that covers no point, no other label and no axis."""
     if not labels:
         return
     figure.draw_without_rendering()  # only then is known where points lie
     places = axes.transData.transform(list(labels)) * 72 / figure.dpi
+    left = axes.bbox.x0 * 72 / figure.dpi
     taken = [(x - 5, y - 5, x + 5, y + 5) for x, y in places]
     for (point, label), (x, y) in zip(labels.items(), places, strict=True):
         width = 5.2 * len(label)
         for right, up in ((6, 2), (-6 - width, 2), (6, -9), (-6 - width, -9)):
             box = (x + right, y + up - 2, x + right + width, y + up + 8)
-            if not any(box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3] for b in taken):
+            if box[0] > left and not any(
+                box[0] < b[2] and b[0] < box[2] and box[1] < b[3] and b[1] < box[3] for b in taken
+            ):
                 taken.append(box)
                 axes.annotate(label, point, (right, up), textcoords="offset points", fontsize=7.5)
                 break

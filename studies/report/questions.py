@@ -4,9 +4,9 @@ import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from studies.report import bench_tables, lesson_tables
+from studies.report import bench_tables, lesson_tables, study_tables, time_tables
 from studies.report.readings import FACT_METHODS, Result, bench_of
-from studies.report.tables import Cell, Column, Table, name, number, percent, rise
+from studies.report.tables import Cell, Column, Table, count, name, number, percent, rise, spread
 from studies.shifts import WAYS
 from studies.statistics import mean, transfer
 
@@ -150,6 +150,41 @@ def quality(results: Results) -> Table:
         behind = [_loss(models[model]) - _best_dense(models) for models in datasets.values()]
         lines.append([*line, *(number(nats, "+.3f") for nats in behind)])
     return Table(f"Parameters and multiply-adds are those on {first}", columns, lines)
+
+
+def in_time(results: Results) -> Table:
+    """What a step of every shape takes, how well it predicts, and how far ahead of dense in that time."""
+    values = results["time"].values
+    by = values["by"]
+    columns = [Column("model", words=True), Column("a training step, ms"), Column("loss, nats per byte")]
+    columns += [Column("ahead of dense at its time"), Column("parameters")]
+    lines = []
+    for shape, row in values["rows"].items():
+        ahead = values["equal_steps"][by].get(shape)
+        line = [name(shape), number(1e3 * row["times"][by], ".2f"), number(_loss(row), ".4f")]
+        line.append(number(ahead and ahead["ahead"], "+.4f", spread(ahead["seeds"]) if ahead else None))
+        lines.append([*line, count(row["parameters"])])
+    caption = f"After {values['steps']:,} steps, timed as {time_tables.WORDS[by]!r}; d = {values['dim']}"
+    return Table(caption, columns, lines)
+
+
+def locality(results: Results) -> Table:
+    """What each learner cost the domain that fares worst, and what it gained."""
+    values = results["locality"].values
+    columns = [Column("what learns", words=True), Column("sees the old text", words=True)]
+    columns += [Column("worst rise of a domain at the end"), Column("mean gain of the new domains")]
+    lines = [
+        [
+            name(learner),
+            name(study_tables.OLD_TEXT[row["old_text"]]),
+            number(row["worst"], ".4f", spread(row["worst_seeds"])),
+            number(row["gain"], ".3f"),
+        ]
+        for learner, row in sorted(values["rows"].items(), key=lambda item: item[1]["worst"])
+    ]
+    home, *new = values["order"]
+    caption = f"Nats per byte; {', '.join(new)}, {values['tokens']:,} bytes each, by models of {home}"
+    return Table(caption, columns, lines)
 
 
 def _loss(row: Mapping[str, Any]) -> float:
@@ -305,8 +340,10 @@ QUESTIONS = (
     Question("What is left after a thousand edits one batch after the other?", ["edits"], edits),
     Question("What does it forget when it learns a whole text?", ["shifts"], domains, "pareto_shakespeare"),
     Question("What is left after a stream of texts without labels?", ["shifts"], streams, "stream"),
+    Question("Do patches that touch little keep the other texts?", ["locality"], locality, "locality"),
     Question("What does each knob of learning from a stream do?", ["knobs"], knobs, "knobs"),
     Question("Is it as good as a dense FFN?", ["match"], quality, "mixture_bytes"),
+    Question("Is it as good as a dense FFN in the same time?", ["time"], in_time, "time"),
     Question("Is it fast?", ["bench layer"], speed),
     Question("Where does it lose?", list(LOSSES), losses, any_study=True),
 )
