@@ -16,6 +16,8 @@ from attractor.results import write_result
 from studies.facts_editors import LONGEST
 from studies.facts_methods import ALSO, KEEPS, RATES, STRENGTHS
 
+USUAL = "rare"
+"""How subjects of questions are found where nobody says otherwise."""
 Cell = dict[str, Any]
 Figures = Mapping[str, Sequence[str]]
 """Where each figure stands in a cell."""
@@ -108,6 +110,11 @@ def label(cell: Cell) -> str:
         parts.append(settings["keep"])
     if settings["method"].startswith("lora") and settings.get("rank", 16) != 16:
         parts.append(f"rank {settings['rank']}")
+    if settings["method"] == "basins":  # what else fine-tunes only grades other words by its subjects
+        if (how := settings.get("subjects", USUAL)) != USUAL:
+            parts.append(f"subjects {how}")
+        if small := settings.get("lesson", {}).get("lower_case"):
+            parts.append(f"lower case {small}")
     return ", ".join([*parts, *settings.get("also", [])])
 
 

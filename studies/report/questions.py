@@ -265,10 +265,12 @@ def _lost_trivia(result: Result) -> Iterator[Loss]:
         who: mean(lesson_tables.over_seeds(cells, path))
         for who, cells in lesson_tables.learners(result).items()
     }
-    ours, best = answered[FACT_METHODS["basins"]], max(answered, key=answered.__getitem__)
-    if answered[best] > ours:
+    ours = answered[FACT_METHODS["basins"]]
+    others = {who: share for who, share in answered.items() if not who.startswith(FACT_METHODS["basins"])}
+    best = max(others, key=others.__getitem__, default=None)
+    if best is not None and others[best] > ours:
         where = "a question of TriviaQA, in lower case and without a question mark"
-        yield where, percent(ours), percent(answered[best]), best
+        yield where, percent(ours), percent(others[best]), best
 
 
 def _lost_shifts(result: Result) -> Iterator[Loss]:

@@ -32,6 +32,8 @@ STUDIES = {
 }
 FACT_METHODS = {
     "basins": "lessons in basins",
+    "basins, lower case 2": "lessons in basins, two of eight frames in small letters",
+    "basins, subjects name": "lessons in basins, about any name",
     "full": "full fine-tuning",
     "full, kl": "full fine-tuning with KL to the base",
     "full, replay": "full fine-tuning with background text replayed",
