@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attractor import analysis, ops, presets, tokenizer
-from attractor.config import GPTConfig, MoEConfig
+from attractor.config import APNConfig, GPTConfig, MoEConfig, check_size
 from attractor.data import Dataset
 from attractor.layer import APN
 from attractor.model import GPT, MLP, KVCache
@@ -44,6 +44,21 @@ class Size:
 
     def __str__(self) -> str:
         return f"d={self.dim} tokens={self.tokens} K={self.num_patches} r={self.rank} k={self.top_k}"
+
+
+def size_of(text: str) -> Size:
+    """A size as it is written on a command line: width, tokens, patches, rank, active patches."""
+    numbers = text.split(",")
+    if not (4 <= len(numbers) <= 5 and all(number.strip().isdecimal() for number in numbers)):
+        raise ValueError(
+            f"size {text!r} must be width,tokens,patches,rank and, if not 4 of them act, how many: "
+            "384,16384,256,32 or 1536,16384,48,128,8"
+        )
+    size = Size(*map(int, numbers))
+    APNConfig(num_patches=size.num_patches, rank=size.rank, top_k=size.top_k)  # raises what cannot be
+    for name in ("dim", "tokens"):
+        check_size(name, getattr(size, name))
+    return size
 
 
 SIZES = (
@@ -184,8 +199,13 @@ def floor(size: Size, itemsize: int, *, backward: bool) -> float:
     return max(work / H200_FLOPS, traffic * itemsize / H200_BANDWIDTH)
 
 
-def measure_layer(name: str, size: Size, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Seconds and bytes of one module; for APN only the mismatch, if that is beyond TOLERANCE."""
+def measure_layer(
+    name: str, size: Size, device: torch.device, dtype: torch.dtype, compiled: bool = False
+) -> dict[str, Any]:
+    """Seconds and bytes of one module; for APN only the mismatch, if that is beyond TOLERANCE.
+
+    `compiled` also measures what torch.compile makes of it, in its default mode.
+    """
     module = make(name, size, device, dtype)
     row: dict[str, Any] = {"name": name, "parameters": sum(p.numel() for p in module.parameters())}
     if isinstance(module, APN):
@@ -198,11 +218,11 @@ def measure_layer(name: str, size: Size, device: torch.device, dtype: torch.dtyp
     upstream = torch.randn_like(x)
     leaves = [x, *module.parameters()]
 
-    def forward() -> Tensor:
+    def forward(module: Callable[..., Tensor] = module) -> Tensor:
         with torch.no_grad():
             return module(x)
 
-    def both() -> list[Tensor]:
+    def both(module: Callable[..., Tensor] = module) -> list[Tensor]:
         return list(torch.autograd.grad(module(x), leaves, upstream))
 
     on_gpu = device.type == "cuda"
@@ -212,15 +232,28 @@ def measure_layer(name: str, size: Size, device: torch.device, dtype: torch.dtyp
         row["eager_forward"] = seconds(forward, device, graph=False)
         row["eager_forward_backward"] = seconds(both, device, graph=False)
         row["extra_memory"] = extra_memory(both)
+    if compiled:
+        torch.compiler.reset()  # of one function it keeps eight modules
+        faster = torch.compile(module)
+        row["compiled_forward"] = seconds(lambda: forward(faster), device, graph=False)
+        row["compiled_forward_backward"] = seconds(lambda: both(faster), device, graph=False)
     return row
 
 
-MEASURES = ("forward", "forward_backward", "eager_forward", "eager_forward_backward", "extra_memory")
+MEASURES = (
+    *("forward", "forward_backward", "eager_forward", "eager_forward_backward", "extra_memory"),
+    *("compiled_forward", "compiled_forward_backward"),
+)
 Report = Callable[[str], None]
 
 
 def bench_layer(
-    sizes: Iterable[Size], device: torch.device, dtype: torch.dtype, report: Report, rounds: int = 1
+    sizes: Iterable[Size],
+    device: torch.device,
+    dtype: torch.dtype,
+    report: Report,
+    rounds: int = 1,
+    compiled: bool = False,
 ) -> list[dict[str, Any]]:
     """Every module at every size. Rounds take turns and give medians: for machines with other work."""
     results = []
@@ -228,7 +261,10 @@ def bench_layer(
         report(str(size))
         rows: list[dict[str, Any]] = []
         names = names_for(size, device, dtype)
-        measured = [{name: measure_layer(name, size, device, dtype) for name in names} for _ in range(rounds)]
+        measured = [
+            {name: measure_layer(name, size, device, dtype, compiled) for name in names}
+            for _ in range(rounds)
+        ]
         for name in names:
             row = dict(measured[0][name])
             for measure in MEASURES:
@@ -253,12 +289,13 @@ def _line(row: dict[str, Any]) -> str:
 
 
 def sweep_sizes() -> list[Size]:
-    """One thing changed at a time, from the paper's size; and the two layers with 16 active patches that
-    predict better."""
+    """One thing changed at a time, from the paper's size; layers with 8 and 16 active patches that predict
+    better; a width at which small experts are slow; and few tokens of GPT-2's width."""
     start = SIZES[0]
     patches = [replace(start, num_patches=2**power) for power in (6, 10, 12, 14, 16)]
     tokens = [replace(start, tokens=4**power) for power in (0, 2, 4, 6, 8)]
     active = [replace(start, num_patches=number, rank=128, top_k=16) for number in (64, 256)]
+    active += [Size(384, 16384, 256, 128, 8), Size(1536, 16384, 48, 128, 8), Size(768, 64, 256, 64)]
     others = [replace(start, dim=1024), replace(start, rank=8), replace(start, rank=128)]
     return [*patches, *tokens, *others, *active]
 

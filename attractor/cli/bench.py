@@ -21,6 +21,10 @@ class BenchLayer:
     """The type of the numbers."""
     sweep: bool = False
     """Many sizes around the paper's instead of the four of docs/performance.md."""
+    sizes: tuple[str, ...] = ()
+    """These sizes instead: width,tokens,patches,rank,active, such as 1536,16384,48,128,8."""
+    compiled: bool = False
+    """Also what torch.compile makes of each, in its default mode."""
     rounds: int = 1
     """Take turns this often and give medians; 3 or more on a machine that does other work."""
     json: JSONFile = None
@@ -31,10 +35,10 @@ class BenchLayer:
         device = distributed.parse_device(self.device)
         check_size("rounds", self.rounds)
         dtype = self.dtype or ("bfloat16" if device.type == "cuda" else "float32")
-        sizes = (
-            bench.sweep_sizes() if self.sweep else bench.SIZES if device.type == "cuda" else bench.SIZES[:1]
-        )
-        results = bench.bench_layer(sizes, device, bench.DTYPES[dtype], print, self.rounds)
+        usual = bench.SIZES if device.type == "cuda" else bench.SIZES[:1]
+        chosen = [bench.size_of(size) for size in self.sizes]
+        sizes = chosen or (bench.sweep_sizes() if self.sweep else usual)
+        results = bench.bench_layer(sizes, device, bench.DTYPES[dtype], print, self.rounds, self.compiled)
         experiment = "bench layer --sweep" if self.sweep else "bench layer"
         _write(self.json, experiment, {"dtype": dtype, "rounds": self.rounds}, results=results)
 
