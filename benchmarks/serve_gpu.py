@@ -588,19 +588,28 @@ def acknowledgement(place: Place) -> dict[str, Any]:
     teacher = place.service.teacher
     lessons, kept = teacher.lessons, teacher.lessons.config
     beyond = []
+    parts = {"on the disk": "_commit", "shown to readers": "_publish", "as records": "_change"}
+    each: dict[str, list[float]] = {name: [] for name in parts}
     lessons.config = dataclasses.replace(kept, passes=1, after=0, mention=0)
     lessons.reading.config = lessons.config
     try:
-        with spent_in((lessons, "learn_many"), (teacher, "_judge")) as spent:
+        with contextlib.ExitStack() as stack:
+            spent = stack.enter_context(spent_in((lessons, "learn_many"), (teacher, "_judge")))
+            inside = {name: stack.enter_context(spent_in((teacher, of))) for name, of in parts.items()}
             for number in range(place.sizes.acknowledged):
                 said = fact(next(place.names), number)
                 what = asked([tuple(form) for form in said["forms"]], said["subject"])
-                spent[0], began = 0.0, time.perf_counter()
+                for counter in (spent, *inside.values()):
+                    counter[0] = 0.0
+                began = time.perf_counter()
                 place.service.learn([what], "acknowledged")
                 beyond.append(time.perf_counter() - began - spent[0])
+                for name, counter in inside.items():
+                    each[name].append(counter[0])
     finally:
         lessons.config = lessons.reading.config = kept
-    return {"lessons": len(beyond), **milliseconds(beyond)}
+    inside_of = {name: milliseconds(seconds) for name, seconds in each.items()}
+    return {"lessons": len(beyond), **milliseconds(beyond), "of that": inside_of}
 
 
 def hostile(place: Place, tokenizer: Any, text: str) -> dict[str, Any]:
