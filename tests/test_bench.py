@@ -1,7 +1,9 @@
 """`attractor bench`: what is right gets a time, beside the dense FFN of the same run."""
 
 import json
+import sys
 
+import peers
 import pytest
 import torch
 
@@ -83,3 +85,18 @@ def test_sizes_that_cannot_be(text, match):
 def test_the_sizes_of_a_sweep_are_layers():
     for size in bench.sweep_sizes():
         assert bench.size_of(",".join(map(str, vars(size).values()))) == size
+
+
+def test_peers_that_are_not_there_are_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda module: module)
+    for package in ("PEER_pytorch", "scattermoe"):
+        monkeypatch.setitem(sys.modules, package, None)
+    result = tmp_path / "peers.json"
+    assert peers.main(["--device", "cpu", "--small", "--result", str(result)]) == 0
+    rows = json.loads(result.read_text())["rows"]
+    assert [name for name, row in rows.items() if "left_out" in row] == [
+        "PEER, 8 heads of 16 of 256",
+        "ScatterMoE, 2 of 8 experts",
+    ]
+    assert all(row["eager_over_dense"] == 1.0 for row in rows.values() if "left_out" not in row)
+    assert rows["decoders alone, 4 of 256, rank 32"]["parameters"] == 256 * 32 * 32 + 32 * 128
