@@ -54,7 +54,7 @@ def _delta(lessons: Lessons, number: int, patches: Tensor) -> Delta:
     layer = lessons.layer
     assert layer.decoder is not None
     assert layer.radius is not None
-    decoder = layer.decoder[patches.to(layer.decoder.device), 0]
+    decoder = layer.decoder[patches.to(layer.decoder.device), 0].cpu()  # a GPU answers each question late
     silent = (decoder == 0).all(1)
     vector = decoder[int(silent.int().argmin())]  # of the first that adds something
     assert bool((decoder[~silent] == vector).all()), "a lesson has one vector"

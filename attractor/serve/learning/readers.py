@@ -195,7 +195,7 @@ class Bank:
             if ROLES[name] in PATCH_ROLES
         }
         self.owners = list(owners)
-        self._name(range(len(owners)), owners)
+        self._name(range(len(owners)), slice(None), owners)
         self.number, self.written = next(NUMBERS), 0  # and how often patches were written
         self.versions: weakref.WeakSet[Version] = weakref.WeakSet()  # that have it
 
@@ -203,19 +203,24 @@ class Bank:
         """Whether no living version has any of these patches open, and there are as many as in the layer."""
         if len(self.owners) != layer.num_patches:
             return False
-        return not any(bool((version.radius[list(patches)] < CLOSED).any()) for version in self.versions)
+        place = self._place(patches)
+        return not any(bool((version.radius[place] < CLOSED).any()) for version in self.versions)
 
     @torch.no_grad()
     def take(self, layer: APN, owners: Sequence[int], patches: Sequence[int]) -> None:
-        own = dict(layer.named_parameters())
+        own, place = dict(layer.named_parameters()), self._place(patches)
         for name, value in self.rows.items():
-            value[list(patches)] = reading_rows(name, own[name][list(patches)])
-        self._name(patches, owners)
+            value[place] = reading_rows(name, own[name][place])
+        self._name(patches, place, owners)
         self.written += 1
 
-    def _name(self, patches: Sequence[int], owners: Sequence[int]) -> None:
+    def _place(self, patches: Sequence[int]) -> Tensor:
+        """Where these patches are, on the device: a list would be sent there with every use."""
+        return torch.tensor(list(patches), dtype=torch.long, device=self.rows["decoder"].device)
+
+    def _name(self, patches: Sequence[int], place: Tensor | slice, owners: Sequence[int]) -> None:
         """Say which lesson these patches act for: none where nothing is added."""
-        adds = (self.rows["decoder"][list(patches)] != 0).flatten(1).any(1).tolist()
+        adds = (self.rows["decoder"][place] != 0).flatten(1).any(1).tolist()
         for patch, is_acting in zip(patches, adds, strict=True):
             self.owners[patch] = owners[patch] if is_acting else -1
 
