@@ -51,9 +51,13 @@ def _school(blocks: int, device: str) -> tuple[Retrofit, Lessons]:
     return teachable(model, tokenizer.encode, BACKGROUND, window=32, **options)
 
 
-def serve(folder: Path, blocks: int = 4, device: str = "cpu", **options: Any) -> Service:
+def serve(
+    folder: Path, blocks: int = 4, device: str = "cpu", repeats: bool = False, **options: Any
+) -> Service:
+    """A server that can be taught; with `repeats` its passes have sizes that come again, as on a GPU."""
     settings: dict[str, Any] = {"limits": Limits(drain=0.5), "context": 128, "rules": RULES}
     net, lessons = school(blocks, device)
+    lessons.reading.halves.repeats |= repeats  # type: ignore[attr-defined]
     return Service.open_lessons(net, lessons, ByteTokenizer(), folder, **(settings | options))
 
 

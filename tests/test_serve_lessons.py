@@ -77,6 +77,24 @@ def test_a_lesson_that_is_learned_for_nothing_leaves_nothing(service: Service) -
     assert lesson["lesson"] == 1
 
 
+def test_where_passes_are_recorded_there_is_room_from_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what was recorded would be of memory that is elsewhere after the first few lessons."""
+    taught = [about(name, answer) for name, answer in ((ANN, "!"), (BOB, "?"), (EVE, "!"))]
+    with serve(tmp_path / "plain") as service:
+        service.learn(taught, "wiki")
+        wanted = bits(service)
+    monkeypatch.setattr("attractor.serve.learning.lessons.ROOM", 256)
+    with serve(tmp_path / "recorded", repeats=True) as service:
+        layer = service.teacher.lessons.layer  # type: ignore[attr-defined]
+        places = [parameter.data_ptr() for parameter in layer.parameters()]
+        service.learn(taught, "wiki")
+        assert layer.num_patches == 256
+        assert [parameter.data_ptr() for parameter in layer.parameters()] == places
+        assert bits(service).keys() == wanted.keys()
+
+
 def test_what_is_not_known_is_said_to_be_so_and_can_be_refused(service: Service) -> None:
     hard = asked([f"I met {ANN} {'and so on' * 6}", f"We saw {ANN} {'in other words' * 4}"], ANN)
     answer = service.learn([hard], "wiki")

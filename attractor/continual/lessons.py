@@ -250,6 +250,12 @@ class Lessons:
             self._forget(number)
             return self.learn(forms, subject=subject)
 
+    def make_room(self, patches: int) -> None:
+        """Have so many patches at least, most of them closed: their number need not change for a while."""
+        if patches > (count := len(self.owners)):
+            self.layer.resize(patches)
+            self._close(list(range(count, patches)))
+
     @torch.no_grad()
     def touching(self, text: str) -> list[int | None]:
         """For each token, the lesson that acts on it. If all are None, the model is the base, to the bit."""
@@ -504,9 +510,7 @@ class Lessons:
         """Closed patches to use; their number doubles when there are too few, so that it changes seldom."""
         missing = count - self.owners.count(-1)
         if missing > 0:
-            most = 1 << (len(self.owners) + missing - 1).bit_length()
-            self.layer.resize(most)
-            self._close(list(range(len(self.owners), most)))
+            self.make_room(1 << (len(self.owners) + missing - 1).bit_length())
         return [patch for patch, owner in enumerate(self.owners) if owner < 0][:count]
 
     @torch.no_grad()
@@ -618,7 +622,7 @@ class Lessons:
 
         Kernels for a GPU are compiled for a number of patches, so there that takes few values.
         """
-        return max(64, 1 << (count - 1).bit_length()) if self.layer.prototypes.is_cuda else count
+        return max(256, 1 << (count - 1).bit_length()) if self.layer.prototypes.is_cuda else count
 
     @contextmanager
     def _only(self, patches: list[int]) -> Iterator[None]:

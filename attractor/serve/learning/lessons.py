@@ -63,6 +63,9 @@ FIRST_LESSONS = (
     ),
 )
 """On a GPU these are learned and taken back before the first lesson: learning is slow until then."""
+ROOM = 4096
+"""So many patches there are at least where passes are recorded: when their number changes, the writer's and
+the readers' are all recorded again, which takes seconds and is felt by every text."""
 Report = Callable[[dict[str, Any]], None]
 """Is called with what is being done."""
 
@@ -109,6 +112,8 @@ class LessonTeacher(Teacher):
                 if store.last == 0:  # nobody else has begun it meanwhile
                     self._begin_store()
         self._continue_store()
+        if lessons.reading.halves.repeats:
+            lessons.make_room(ROOM)
         model = CausalLM(net, NAME, context=context)
         self.canaries = BasinCanaries(net, lessons, canaries or {}, rules, model.config.context)
         self.readers = Readers(model, lessons.owners)
