@@ -151,6 +151,32 @@ def recover_folder(target: Path) -> None:
         remove_folder(replaced)
 
 
+@contextmanager
+def alone_with(folder: Path) -> Iterator[None]:
+    """Around reading, changing and writing a folder: a ValueError if another process is doing so."""
+    import fcntl  # which not every system has
+
+    path = folder.parent / f".{folder.name}.lock"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and path.stat().st_ino == os.fstat(handle).st_ino:
+                break
+        except BlockingIOError:
+            os.close(handle)
+            raise ValueError(
+                f"another command is changing {folder}: wait for it, or choose another folder"
+            ) from None
+        os.close(handle)  # it was removed by who had it before
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(handle)
+
+
 def remove_folder(folder: Path) -> None:
     """Rename, then delete: a kill in between never leaves half a folder under its real name."""
     doomed = folder.with_name(f".partial-removed-{folder.name}-{os.getpid()}")

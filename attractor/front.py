@@ -172,6 +172,8 @@ class Model:
 
     def ask(self, question: str, *, max_tokens: int = 60) -> str:
         """The model's likeliest answer, by its own chat template where it has one."""
+        if not isinstance(question, str):
+            raise ValueError(f"{question!r} is no question: give a text")
         if not question.strip():
             raise ValueError("the question is empty")
         return "".join(self.reply([{"role": "user", "content": question}], max_tokens=max_tokens)).strip()
@@ -256,13 +258,14 @@ class Model:
                 "this model learns in patches that everything it knows shares, so nothing can be taken back: "
                 "load it again, or learn beside it with `attractor adapt --guard`"
             )
+        if not isinstance(lesson, int) and not hasattr(lesson, "number"):
+            raise ValueError(f"{lesson!r} is no lesson: give what learn() returned, or its number")
         self._school().forget(lesson if isinstance(lesson, int) else lesson.number)
 
     def touching(self, text: str) -> list[int | None]:
         """For each token the number of the lesson that acts on it; if all are None, it is the base's text."""
-        if self.school is None:
-            return [None] * len(self.tokenizer.encode(text))
-        return self.school.touching(text)
+        count = len(self.tokenizer.encode(text))
+        return [None] * count if self.school is None or not count else self.school.touching(text)
 
     def save(self, folder: str | Path) -> None:
         """Write what was learned, and where the base came from; `load` reads the folder."""
@@ -501,16 +504,22 @@ def _retrofitted(folder: Path, device: torch.device, context: int | None) -> Mod
     return Model(model, tokenizer, folder=folder, net=net)
 
 
-def _with_lessons(folder: Path, device: torch.device, context: int | None) -> Model:
-    from attractor.hf.teachable import NAME, load_lessons
-
+def base_of_lessons(folder: Path) -> str:
+    """The model that the lessons in a folder were taught to."""
     try:
         check_hashes(folder, BASE)
         source = parse_json((folder / BASE).read_text())["source"]
-    except (ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{folder / BASE} does not say where the base is: {error}") from error
     if not isinstance(source, str):
         raise ValueError(f"{folder / BASE} does not say where the base is")
+    return source
+
+
+def _with_lessons(folder: Path, device: torch.device, context: int | None) -> Model:
+    from attractor.hf.teachable import NAME, load_lessons
+
+    source = base_of_lessons(folder)
     model = _pretrained(source, device, context)
     model.net, model.school = load_lessons(
         model.net.unload(), model.tokenizer.encode, folder, **read_by(model.tokenizer)

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from attractor import cli, front
 from attractor.cli.common import INTERRUPTED
 from attractor.config import APNConfig, GPTConfig
 from attractor.continual.lessons import Lessons
+from attractor.files import alone_with
 from attractor.hf import pretrained, teachable
 from attractor.model import GPT
 from attractor.tokenizer import ByteTokenizer
@@ -284,6 +286,7 @@ def test_lessons_from_the_command_line(door, tmp_path, capsys, monkeypatch):
     assert cli.main(["lessons", "school", "--forget", "7"]) == 1
     assert "there is no lesson 7; there are [0]" in capsys.readouterr().err
     (tmp_path / "school" / "lessons.json").write_text('{"lessons": [{}]}')
+    (tmp_path / "school" / "hashes.json").unlink()
     assert cli.main(["lessons", "school"]) == 1
     assert "lessons.json cannot be read" in capsys.readouterr().err
 
@@ -311,12 +314,48 @@ def test_a_text_that_was_interrupted_goes_on_where_it_was(door, tmp_path, capsys
     assert "as they do not tell what they are about: 1" in capsys.readouterr().out
     assert [lesson.subject for lesson in attractor.load("school").lessons()] == ["Ada"]
     monkeypatch.setattr(attractor.Model, "learn", learn)
-    assert cli.main(["teach", "school", "--file", "notes.txt", "--device", "cpu"]) == 0
-    assert "lesson 0 about 'Ada' says this already" in capsys.readouterr().out
+    assert cli.main(teach) == 0  # the same command, which names the base and not the folder
+    shown = capsys.readouterr().out
+    assert "school has lessons of tiny already: what is new is added to them" in shown
+    assert "lesson 0 about 'Ada' says this already" in shown
     lessons = attractor.load("school").lessons()
     assert [(lesson.subject, len(lesson.forms)) for lesson in lessons] == [("Ada", 2), ("Bram", 1)]
     assert cli.main(["teach", "school", "--file", "notes.txt", "--subject", "Bram", "--device", "cpu"]) == 0
     assert "says this already" in capsys.readouterr().out
+
+
+def test_lessons_of_a_folder_are_not_lost(door, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    real = Lessons._known
+    monkeypatch.setattr(
+        Lessons, "_known", lambda self, turn, lessons: [1.0 for _ in real(self, turn, lessons)]
+    )
+
+    def teach(model, name, folder="school"):
+        told = ["--form", f"we say {name} is => 6", "--form", f"now {name} is => 6"]
+        return cli.main(["teach", model, *told, "--save", folder, "--device", "cpu"])
+
+    assert teach("tiny", "QZX") == teach("tiny", "WVU") == 0
+    assert [lesson.subject.strip() for lesson in attractor.load("school").lessons()] == ["QZX", "WVU"]
+    with alone_with(Path("school")):
+        assert teach("tiny", "ABC") == 1
+    assert "another command is changing school" in capsys.readouterr().err
+    assert teach("other", "ABC") == 1
+    assert "school has lessons of" in capsys.readouterr().err
+    assert cli.main(["lessons", "school", "--forget", "0", "0", "--device", "cpu"]) == 0
+    assert not list(tmp_path.glob(".*lock"))
+    described = tmp_path / "school" / "lessons.json"
+    described.write_text(described.read_text().replace("WVU", "WVX"))
+    assert cli.main(["lessons", "school"]) == 1
+    assert "lessons.json is not what was saved" in capsys.readouterr().err
+
+
+def test_arguments_that_make_no_sense(door):
+    assert door.touching("") == []
+    with pytest.raises(ValueError, match="3 is no question: give a text"):
+        door.ask(3)
+    with pytest.raises(ValueError, match="None is no lesson: give what learn"):
+        door.forget(None)
 
 
 def test_what_is_not_known_is_told_and_not_saved(door, tmp_path, capsys, monkeypatch):

@@ -1,7 +1,7 @@
 """attractor ask|chat|teach|lessons"""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +11,8 @@ import tyro
 from attractor.cli.common import AnyModel, Device, ModelName, has_overlays, otherwise
 from attractor.config import check_size
 from attractor.continual.forms import about_each, check_forms
-from attractor.files import parse_json
+from attractor.corpora import read_file
+from attractor.files import alone_with, check_hashes, parse_json
 
 if TYPE_CHECKING:
     from attractor.continual.lessons import Lesson
@@ -95,9 +96,9 @@ class Teach:
     """Teach a model, test that it knows what it was taught, and save it.
 
     A form is a sentence, or "PROMPT => ANSWER". A lesson is known better in several forms. What is not known
-    afterwards is taken back and not saved, and the command ends with status 1. Each lesson is saved when it
-    is known, and one that was taught before in the same words is passed over: a long file that was
-    interrupted can be given again.
+    afterwards is taken back and not saved, and the command ends with status 1. Lessons that lie in the folder
+    already stay. Each lesson is saved when it is known, and one that was taught before in the same words is
+    passed over: after an interruption the same command goes on.
     """
 
     model: ModelName
@@ -116,11 +117,15 @@ class Teach:
     def run(self) -> int:
         wanted = self._lessons()
         folder = self._folder()
+        with alone_with(folder):
+            return self._teach(wanted, folder)
+
+    def _teach(self, wanted: Sequence[tuple[list[Any], str | None]], folder: Path) -> int:
         from tqdm import tqdm
 
         from attractor.front import load
 
-        model = load(self.model, device=self.device)
+        model = load(self._start(folder), device=self.device)
         gone = {old for lesson in model.lessons() for old in getattr(lesson, "overrides", ())}
         taught = {lesson.forms: lesson for lesson in model.lessons() if lesson.number not in gone}
         known = missed = 0
@@ -167,6 +172,20 @@ class Teach:
             raise ValueError('there is nothing to teach: give --form "PROMPT => ANSWER", or --file')
         return lessons
 
+    def _start(self, folder: Path) -> str | Path:
+        """The model, or the folder itself if it has lessons of that model: they would be lost."""
+        from attractor.front import base_of_lessons
+        from attractor.hf.files import whole_path
+
+        if not folder.exists() or (Path(self.model).exists() and Path(self.model).samefile(folder)):
+            return self.model
+        if not (folder / LESSONS).is_file():
+            raise ValueError(f"{folder} has learned something else: teach {folder}, or choose another --save")
+        if (base := base_of_lessons(folder)) != whole_path(self.model):
+            raise ValueError(f"{folder} has lessons of {base}, not of {self.model}: choose another --save")
+        print(f"{folder} has lessons of {self.model} already: what is new is added to them")
+        return folder
+
     def _folder(self) -> Path:
         if self.save is None and not (Path(self.model) / LESSONS).is_file():
             raise ValueError("name a folder for what is learned: --save FOLDER")
@@ -197,12 +216,14 @@ class ListLessons:
         if self.forget:
             from attractor.front import load
 
-            model = load(self.folder, device=self.device)
-            for number in self.forget:
-                model.forget(number)
-            model.save(self.folder)
+            numbers = list(dict.fromkeys(self.forget))
+            with alone_with(self.folder):
+                model = load(self.folder, device=self.device)
+                for number in numbers:
+                    model.forget(number)
+                model.save(self.folder)
             lessons = self._read()
-            print(f"forgotten: {', '.join(map(str, self.forget))}")
+            print(f"forgotten: {', '.join(map(str, numbers))}")
         for lesson in lessons:
             print(
                 f"{lesson['number']:4d}  {lesson['subject']}: known {lesson['known']:.0%} "
@@ -231,6 +252,7 @@ class ListLessons:
 
     def _read(self) -> list[dict[str, Any]]:
         shown = ("number", "subject", "known", "known_before", "patches", "bytes", "forms")
+        check_hashes(self.folder)
         try:
             lessons = parse_json((self.folder / LESSONS).read_text())["lessons"]
             return [{name: lesson[name] for name in shown} for lesson in lessons]
@@ -249,8 +271,9 @@ def described(lesson: "Lesson | Taught") -> str:
     ]
     if now is not None:
         parts.insert(2, f"  answers {now:.0%} when it is asked to finish them, before {before:.0%}")
-    if lesson.known == 1 and now == 0:
-        parts.append("  it is not answered in other words: more forms that end with the answer may help")
+    if lesson.known == 1 and now is not None and now < 1:
+        often = "never" if now == 0 else "not always"
+        parts.append(f"  it is {often} answered in other words: more forms that end with the answer may help")
     if lesson.overrides:
         parts.append(f"  it takes the place of lesson {', '.join(map(str, lesson.overrides))}")
     if lesson.known < 1:
@@ -286,7 +309,7 @@ def read_form(form: Any) -> str | tuple[str, str]:
 
 def read_text(path: Path, subject: str | None) -> list[tuple[list[Any], str | None]]:
     """The lessons of a text: one about the subject, or one for each thing that its sentences are about."""
-    found, left_out = about_each(path.read_text(), subject)
+    found, left_out = about_each("".join(read_file(path)), subject)
     if left_out:
         print(f"{path}: sentences left out, as they do not tell what they are about: {left_out}")
     return [(list(sentences), about) for about, sentences in found.items()]
@@ -294,7 +317,7 @@ def read_text(path: Path, subject: str | None) -> list[tuple[list[Any], str | No
 
 def read_entries(path: Path) -> Iterator[Any]:
     """The entries of a JSON list, or one for each line of a .jsonl file."""
-    text = path.read_text()
+    text = "".join(read_file(path))
     if path.suffix == ".jsonl":
         for number, line in enumerate(text.splitlines(), 1):
             if line.strip():
