@@ -37,6 +37,8 @@ from attractor.tokenizer import Detokenizer
 from attractor.tokenizer import load as load_tokenizer
 
 BASE = "base.json"
+SHOWN = 60
+"""Characters of a text that an error repeats."""
 QUESTION = "Question: {}\nAnswer:"
 """How a model that was not trained to chat is asked; its answer ends with the line."""
 PASSES = 40
@@ -200,7 +202,14 @@ class Model:
         for first in range(0, len(messages), 2):
             said = messages[first:]
             text = _transcript(said) if chat is None else chat([dict(message) for message in said])
-            if len(self.tokenizer.encode(text)) <= self.model.config.context * 3 // 4:
+            try:
+                count = len(self.tokenizer.encode(text))
+            except ValueError as error:
+                raise ValueError(
+                    f"a question is asked as {text[-SHOWN:]!r}, which this model cannot read ({error}): give "
+                    "it a text to go on from, by generate() or `attractor sample`"
+                ) from error
+            if count <= self.model.config.context * 3 // 4:
                 break
         return text
 

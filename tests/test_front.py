@@ -9,7 +9,7 @@ import torch
 from test_lessons import CONFIG, background, forms, llama
 
 import attractor
-from attractor import cli, front
+from attractor import cli, front, tokenizer
 from attractor.cli.common import INTERRUPTED
 from attractor.config import APNConfig, GPTConfig
 from attractor.continual.lessons import Lessons
@@ -223,7 +223,10 @@ def test_a_model_of_our_own_without_patches_says_so(tmp_path):
         (lambda model: model.forget(3), "no lessons yet"),
         (lambda model: model.save("nowhere"), "no lessons yet"),
         (lambda model: model.learn([]), "list of one or more forms"),
-        (lambda model: model.learn("a text"), "one form alone does not tell what it is about: give subject="),
+        (
+            lambda model: model.learn("a text"),
+            "one form alone does not tell what it is about: name the subject",
+        ),
         (lambda model: model.learn("a text", subject="nobody"), "subject='nobody' stands in no form"),
     ],
 )
@@ -348,6 +351,14 @@ def test_lessons_of_a_folder_are_not_lost(door, tmp_path, capsys, monkeypatch):
     described.write_text(described.read_text().replace("WVU", "WVX"))
     assert cli.main(["lessons", "school"]) == 1
     assert "lessons.json is not what was saved" in capsys.readouterr().err
+
+
+def test_a_model_without_the_letters_of_a_question_says_so(door):
+    door.tokenizer = tokenizer.train(kind="char", text="to be or not")
+    with pytest.raises(
+        ValueError, match=r"asked as 'Question: to be\\nAnswer:', which this model cannot read"
+    ):
+        door.ask("to be")
 
 
 def test_arguments_that_make_no_sense(door):

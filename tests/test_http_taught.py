@@ -170,7 +170,7 @@ def test_progress_is_streamed(client: TestClient) -> None:
         ({"text": "a\x00b", "subject": "a"}, "control character"),
         ({"forms": []}, "at least 1 item"),
         ({"forms": [["a is", "b"], ["a is", "c"]], "subject": "a"}, "contradicts itself"),
-        ({"forms": ["only one"]}, "give subject="),
+        ({"forms": ["only one"]}, "name the subject"),
         ({"forms": ["a b"] * 300, "subject": "a"}, "at most 256"),
         ({"text": "".join(f"Ann sang {n}. " for n in range(300)), "subject": "Ann"}, "at most 256"),
         ({"text": "Ann sang " + "la " * 40_000, "subject": "Ann"}, "a lesson may have 65,536"),

@@ -463,7 +463,7 @@ def test_lessons_that_make_no_sense_are_told_why() -> None:
     wrong: list[tuple[Any, str]] = [
         (lambda: asked([]), "one or more forms"),
         (lambda: asked([""]), "no form of a lesson"),
-        (lambda: asked(["one form alone"]), "give subject="),
+        (lambda: asked(["one form alone"]), "name the subject"),
         (lambda: asked([f"I met {ANN}"], "Nobody"), "stands in no form"),
         (lambda: asked([("x is", "1"), ("x is", "2")], "x"), "contradicts itself"),
         (lambda: asked(["a\x00b and c", "a\x00b or c"]), "control character"),

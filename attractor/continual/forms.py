@@ -263,10 +263,10 @@ def shared_subject(forms: Sequence[tuple[str, str]]) -> str:
     if not best and is_shared:
         raise ValueError(
             "nothing follows what the forms of the lesson share, so nothing is said of it: name what they "
-            "are about first, or give subject="
+            "are about first, or name the subject"
         )
     if not best:
-        raise ValueError("the forms of the lesson share no words: give subject=")
+        raise ValueError("the forms of the lesson share no words: name the subject")
     return best
 
 
@@ -298,7 +298,9 @@ def likely_subject(text: str) -> str:
     if not chosen and verb is not None:
         chosen = before[1:] if before and before[0].text.lower() in ARTICLES else before
     if not chosen or all(word.is_small for word in chosen):
-        raise ValueError("one form alone does not tell what it is about: give subject=, or a second form")
+        raise ValueError(
+            "one form alone does not tell what it is about: name the subject, or give a second form"
+        )
     return text[chosen[0].start : chosen[-1].end].removesuffix("'s")
 
 
