@@ -15,6 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None  # type: ignore[assignment]
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -153,9 +158,13 @@ def recover_folder(target: Path) -> None:
 
 @contextmanager
 def alone_with(folder: Path) -> Iterator[None]:
-    """Around reading, changing and writing a folder: a ValueError if another process is doing so."""
-    import fcntl  # which not every system has
+    """Around reading, changing and writing a folder: a ValueError if another process is doing so.
 
+    On Windows, which has no such locks, nothing is checked.
+    """
+    if fcntl is None:
+        yield
+        return
     path = folder.parent / f".{folder.name}.lock"
     folder.parent.mkdir(parents=True, exist_ok=True)
     while True:

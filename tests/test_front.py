@@ -9,7 +9,7 @@ import torch
 from test_lessons import CONFIG, background, forms, llama
 
 import attractor
-from attractor import cli, front, tokenizer
+from attractor import cli, files, front, tokenizer
 from attractor.cli.common import INTERRUPTED
 from attractor.config import APNConfig, GPTConfig
 from attractor.continual.lessons import Lessons
@@ -340,6 +340,9 @@ def test_lessons_of_a_folder_are_not_lost(door, tmp_path, capsys, monkeypatch):
 
     assert teach("tiny", "QZX") == teach("tiny", "WVU") == 0
     assert [lesson.subject.strip() for lesson in attractor.load("school").lessons()] == ["QZX", "WVU"]
+    Path("school").rename(files._replaced(Path("school")))  # a kill came while it was replaced
+    assert teach("tiny", "XYZ") == 0
+    assert len(attractor.load("school").lessons()) == 3
     with alone_with(Path("school")):
         assert teach("tiny", "ABC") == 1
     assert "another command is changing school" in capsys.readouterr().err

@@ -12,7 +12,7 @@ from attractor.cli.common import AnyModel, Device, ModelName, has_overlays, othe
 from attractor.config import check_size
 from attractor.continual.forms import about_each, check_forms
 from attractor.corpora import read_file
-from attractor.files import alone_with, check_hashes, parse_json
+from attractor.files import alone_with, check_hashes, parse_json, recover_folder
 
 if TYPE_CHECKING:
     from attractor.continual.lessons import Lesson
@@ -177,6 +177,7 @@ class Teach:
         from attractor.front import base_of_lessons
         from attractor.hf.files import whole_path
 
+        recover_folder(folder)  # if a kill came between two names, its lessons lie under another one
         if not folder.exists() or (Path(self.model).exists() and Path(self.model).samefile(folder)):
             return self.model
         if not (folder / LESSONS).is_file():

@@ -249,7 +249,8 @@ class BasinCanaries:
 
         Nothing is read again: a window that a lesson enters is taken to be the base's without it.
         """
-        entered = {place: set(self._entered(canary, own, rise)) for place, own in enumerate(patches_of)}
+        windows = {place: set(self._entered(canary, own, rise)) for place, own in enumerate(patches_of)}
+        entered = {place: own for place, own in windows.items() if own}
         found: list[int] = []
         while entered:
             staying = canary.rise.keys() | set().union(*entered.values())
