@@ -43,22 +43,24 @@ class Mixed(Size):
 
 
 SIZES = (
-    Size(384, 16384, 256, 128, 16),
-    Size(384, 16384, 64, 128, 16),
     Size(384, 16384, 256, 32, 4),
     Size(768, 16384, 256, 64, 4),
     Size(2048, 4096, 256, 128, 4),
+    Size(384, 16384, 256, 128, 8),
+    Size(384, 16384, 256, 128, 16),
+    Size(384, 16384, 64, 128, 16),
     Size(384, 16384, 1024, 32, 4),
     Size(384, 16384, 4096, 32, 4),
-    Size(384, 16384, 65536, 8, 4),
+    Size(1536, 16384, 48, 128, 8),
     Mixed(384, 16384, 256, 32, 4),
+    Mixed(384, 16384, 256, 128, 8),
 )
 TOGETHER = {
     "route": ("route",),
     "place": ("place",),
     "decode": ("decode",),
     "combine": ("combine",),
-    "decode_backward": ("decode_backward", "pair_products", "gate_backward"),
+    "decode_backward": ("decode_backward", "pair_products", "code_backward", "gate_backward"),
     "token_backward": ("token_backward",),
     "token_products": ("token_products", "add_products"),
     "bank_backward": ("bank_backward", "sum_parts"),
@@ -81,63 +83,61 @@ def some(names: str, rows: list[tuple[int, ...]]) -> Iterator[dict[str, int]]:
 def today(size: Size, group: str) -> Tried:
     shape = launch.Shape(size.tokens, size.dim, size.num_patches, size.top_k, size.rank, DTYPE)
     if group == "decode_backward" and shape.apart:
-        return {kernel: shape.blocks(kernel) for kernel in ("pair_products", "gate_backward")}
+        return {
+            kernel: shape.blocks(kernel) for kernel in ("pair_products", "code_backward", "gate_backward")
+        }
     reads_tokens = group in ("route", "token_backward", "token_products")
     return {group: shape.blocks(group, not (reads_tokens and isinstance(size, Mixed)))}
 
 
 def variants(size: Size) -> list[tuple[str, Tried]]:
     """What is tried of each group of kernels."""
-    crowded = size.tokens * size.top_k // size.num_patches >= 1024
-    together: Tried = {"decode_backward": {}}  # gradients of codes and of gates in one kernel
     found: list[tuple[str, Tried]] = []
 
-    def add(group: str, names: str, rows: list[tuple[int, ...]]) -> None:
-        found.extend((group, {group: blocks}) for blocks in some(names, rows))
+    def add(group: str, names: str, rows: list[tuple[int, ...]], others: Tried | None = None) -> None:
+        found.extend((group, {group: blocks} | (others or {})) for blocks in some(names, rows))
 
-    if size.rank > 64 and crowded:
-        found.append(("decode_backward", together))
-        products = list(some("BM BD num_warps num_stages", [(128, 64, 8, 3), *PRODUCTS]))
-        gates = list(some("BR num_warps AHEAD", [(8, 2, 0), *GATES]))
+    many, wide = size.num_patches > launch.DENSE_PATCHES, size.rank > 64
+    if isinstance(size, Mixed):  # the other kernels have what they have without autocast
+        add("route", "BN BK BD num_warps num_stages", MIXED_ROUTE)
+        add("token_backward", "BN BD num_warps num_stages", TOKENS)
+        add("token_products", "BW BN BD num_warps num_stages", MIXED_PRODUCTS)
+        return found
+    add("route", "BN BK BD num_warps num_stages", MANY_ROUTE if many else ROUTE)
+    add("token_backward", "BN BD num_warps num_stages", MANY_TOKENS if many else TOKENS)
+    add("decode", "BD num_warps num_stages maxnreg", WIDE_DECODE if wide else DECODE)
+    if size.rank > 32 and not many:
+        found.append(("decode_backward", {"decode_backward": {}}))  # codes and gates in one kernel
+        products = list(some("BM BD num_warps num_stages", PRODUCTS))
+        gates = list(some("BR num_warps", GATES))
         both = [(one, gates[0]) for one in products] + [(products[0], one) for one in gates[1:]]
         found += [("decode_backward", {"pair_products": one, "gate_backward": two}) for one, two in both]
-        return found
-    if isinstance(size, Mixed):
-        add("route", "BN BK BD num_warps num_stages", MIXED_ROUTE)
-        add("token_backward", "BN BD num_warps", MIXED_TOKENS)
-    elif size.num_patches > launch.DENSE_PATCHES:
-        add("route", "BN BK BD num_warps num_stages", MANY_ROUTE)
-        add("token_backward", "BN BD num_warps", MANY_TOKENS)
-        add("decode", "BD num_warps num_stages", [(128, 4, 2), (64, 4, 4), (64, 2, 3), (128, 4, 3)])
-        add("decode_backward", "BD num_warps num_stages", [(64, 4, 3), (128, 4, 3), (64, 2, 4), (32, 2, 4)])
+        for segment in (512, 2048):
+            found.append(("bank_backward", {"plan": {"SEGMENT": segment}}))
     else:
-        add("decode", "BD num_warps num_stages", [(128, 4, 2), (64, 4, 4), (128, 4, 3), (128, 8, 3)])
-        found.append(("decode_backward", together))
-        gates = list(some("BR num_warps AHEAD", [(32, 4, 0), *GATES]))
-        products = {"BM": 64, "num_warps": 4}
-        found += [("decode_backward", {"pair_products": products, "gate_backward": one}) for one in gates]
-    add("combine", "BN BD num_warps", [(2, 512, 4), (4, 512, 4), (4, 128, 4)])
-    add("token_products", "BN BD num_warps num_stages", [(64, 128, 4, 5), (64, 64, 4, 5), (32, 128, 4, 5)])
-    rows: list[tuple[int, ...]] = [(64, 128, 4, 5), (32, 128, 4, 5), (32, 64, 4, 4), (16, 128, 4, 4)]
-    add("bank_backward", "BM BD num_warps num_stages", [*rows, (16, 64, 2, 4), (32, 128, 4, 2)])
+        add("decode_backward", "BD num_warps num_stages", [(64, 4, 4), (128, 4, 3), (64, 2, 4), (64, 1, 4)])
+    add("combine", "BN BD num_warps", [(4, 512, 4), (4, 128, 4)])
+    add("token_products", "BW BN BD num_warps num_stages", TOKEN_PRODUCTS)
+    add("bank_backward", "BM BD num_warps num_stages", FEW_BANK if many else BANK)
     return found
 
 
-PRODUCTS = [(128, 128, 8, 2), (128, 64, 8, 4), (64, 64, 4, 4), (128, 64, 4, 3), (64, 128, 4, 3)]
-GATES = [(8, 2, 1), (8, 4, 1), (4, 2, 1), (16, 4, 1), (4, 1, 0), (4, 2, 0), (8, 4, 0)]
-MANY_ROUTE = [(32, 128, 64, 4, 3), (64, 128, 64, 4, 4), (64, 128, 32, 4, 5), (32, 128, 64, 2, 3)]
-MANY_TOKENS = [(32, 64, 4), (16, 64, 4), (16, 256, 4), (32, 128, 8), (64, 64, 8), (16, 128, 2), (16, 512, 8)]
-MIXED_ROUTE = [
-    *(
-        (128, 256, 32, 8, 3),
-        (64, 256, 32, 8, 2),
-        (64, 256, 32, 8, 3),
-        (64, 256, 64, 8, 2),
-        (64, 256, 32, 4, 2),
-    ),
-    *((128, 256, 16, 8, 3), (64, 256, 16, 8, 4)),
+ROUTE = [(128, 256, 32, 8, 4), (128, 256, 64, 8, 2), (64, 256, 64, 4, 3), (64, 256, 64, 8, 3)]
+MANY_ROUTE = [(32, 128, 64, 4, 3), (64, 128, 64, 4, 4), (128, 128, 64, 8, 3)]
+MIXED_ROUTE = [(128, 256, 32, 8, 2), (64, 256, 32, 4, 3), (128, 256, 16, 8, 4)]
+TOKENS = [
+    *((64, 32, 4, 2), (64, 32, 4, 3), (64, 64, 4, 2), (32, 64, 4, 2), (128, 64, 8, 2), (64, 64, 8, 2)),
+    *((16, 64, 4, 3), (32, 64, 8, 2), (16, 128, 4, 2)),
 ]
-MIXED_TOKENS = [(16, 32, 4), (32, 32, 4), (32, 64, 8), (64, 32, 8), (32, 32, 8), (16, 64, 8)]
+MANY_TOKENS = [(32, 64, 4, 2), (16, 64, 4, 2), (16, 256, 4, 2), (64, 64, 8, 2)]
+DECODE = [(64, 4, 4, 0), (32, 4, 4, 0), (128, 4, 3, 0), (64, 2, 4, 0), (64, 8, 3, 0)]
+WIDE_DECODE = [(64, 8, 2, 64), (32, 8, 3, 64), (32, 8, 2, 64), (64, 8, 3, 64), (128, 8, 2, 0), (32, 4, 4, 0)]
+PRODUCTS = [(128, 64, 8, 3), (64, 64, 4, 3), (128, 32, 8, 5), (256, 64, 8, 2)]
+GATES = [(16, 2), (8, 1), (4, 1), (8, 2), (16, 4)]
+TOKEN_PRODUCTS = [(64, 128, 64, 4, 4), (64, 64, 128, 4, 5), (128, 64, 128, 4, 5)]
+MIXED_PRODUCTS = [(128, 32, 128, 4, 5), (64, 32, 128, 8, 5), (128, 64, 64, 4, 3)]
+BANK = [(32, 128, 4, 2), (32, 128, 4, 5), (32, 256, 4, 3), (64, 128, 4, 4), (16, 128, 4, 6)]
+FEW_BANK = [(16, 128, 2, 3), (16, 64, 1, 3), (16, 64, 2, 4), (32, 64, 4, 4)]
 
 
 @lru_cache(1)

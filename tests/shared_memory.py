@@ -63,7 +63,7 @@ def flat_step(rank: int, dtype: torch.dtype, patches: int, tokens: torch.dtype |
     update, saved = fused.fused(z, P, V, a, a, U, None, radius, *options)
     tensors = (update, None, None, z, P, V, a, a, U, saved)
     for wants in ([True] * 5, [False, False, False, True, False]):  # all that learns, and decoders alone
-        fused.fused_backward(*tensors, top_k, 0.07, 1.0, True, True, wants)
+        fused.fused_backward(*tensors, top_k, 0.07, 1.0, True, True, tokens or dtype, wants)
 
 
 def product_step(rank: int, dtype: torch.dtype, patches: int) -> None:

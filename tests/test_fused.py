@@ -2,6 +2,7 @@
 
 import copy
 import math
+from itertools import compress
 
 import pytest
 import torch
@@ -52,7 +53,9 @@ def assert_matches(layer: APN, x: torch.Tensor, *, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
         upstream = [torch.randn(out.shape, generator=generator).to(dtype).to(out) for out in outputs]
         leaves = [tokens, *module.parameters()]
-        gradients = torch.autograd.grad(outputs, leaves, upstream)
+        learned = [out.requires_grad for out in outputs]  # with radii no gradient goes through confidence
+        found, above = (list(compress(each, learned)) for each in (outputs, upstream))
+        gradients = torch.autograd.grad(found, leaves, above)
         results.append((stats.indices, [*outputs, *gradients]))
     assert torch.equal(results[0][0], results[1][0])
     names = ["update", "weights", "confidence", "input", *(name for name, _ in layer.named_parameters())]
@@ -127,16 +130,40 @@ def test_few_rounds_choose_the_same(top_k, dtype, monkeypatch):
     assert all(torch.equal(old, new) for old, new in zip(*results, strict=True))
 
 
+@pytest.fixture
+def gates_apart(monkeypatch):
+    """As where codes are wide."""
+    monkeypatch.setitem(launch.TRIED, "gate_backward", {"BR": 16})
+    monkeypatch.setitem(launch.TRIED, "pair_products", {"BM": 16, "num_warps": 4})
+
+
 @every_dtype
-@pytest.mark.parametrize(("gate", "ahead"), [("vector", 0), ("vector", 1), ("scalar", 0)])
-def test_gates_apart(gate, ahead, dtype, monkeypatch):
-    """As where codes are wide and many; with patches of more than a segment, and of none."""
-    gates = {"BR": 16, "AHEAD": ahead}
-    for kernel, sizes in {"gate_backward": gates, "pair_products": {"BM": 16, "num_warps": 4}}.items():
-        monkeypatch.setitem(launch.TRIED, kernel, sizes)
+@pytest.mark.parametrize("options", [{}, {"gate": "scalar"}, {"patch_dropout": 0.4}, {"top_k": 3}], ids=str)
+def test_gates_apart(options, dtype, gates_apart, monkeypatch):
+    """With patches of more than a segment, and of none."""
     monkeypatch.setattr(launch, "SEGMENT", 64)
-    layer = layer_of(dtype, dim=24, num_patches=12, top_k=2, rank=8, gate=gate, temperature=0.05)
-    assert_matches(layer, tokens_of(layer, 1400 if ON_GPU else 225))
+    usual = {"dim": 24, "num_patches": 12, "top_k": 2, "rank": 8, "temperature": 0.05}
+    assert_matches(
+        layer_of(dtype, **usual | options), tokens_of(layer_of(dtype, dim=24), 1400 if ON_GPU else 225)
+    )
+
+
+@every_dtype
+@pytest.mark.parametrize("gate", ["vector", "scalar"])
+def test_gates_apart_of_basins(gate, dtype, gates_apart):
+    """Pairs outside of every basin have no products; a token may have none at all, or be broken."""
+    layer = layer_of(dtype, dim=24, num_patches=12, top_k=3, rank=8, gate=gate, radius=0.3)
+    x = tokens_of(layer, 100)
+    inside = layer(x, return_stats=True)[1].indices >= 0
+    assert 0 < inside.any(1).float().mean() < 1
+    assert 0 < inside[inside.any(1)].float().mean() < 1
+    assert_matches(layer, x)
+    layer.backend = "triton"
+    x[7, 0] = torch.nan
+    x.requires_grad_()
+    layer(x)[8:].sum().backward()
+    assert x.grad[:8].eq(0).all()
+    assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
 
 
 @every_dtype
@@ -234,7 +261,7 @@ def test_operators_are_well_behaved():
     scalar = (z, P, V, None, b[:, :1].contiguous(), U, None, torch.zeros(5, device=DEVICE))  # and basins
     torch.library.opcheck(operators.fused.default, (*scalar, *options, False), test_utils=checks)
     _, saved = fused._fused(z, P, V, a, b, U, None, None, *options, True)
-    arguments = (torch.randn_like(z), None, None, z, P, V, a, b, U, saved, *options[:4], False)
+    arguments = (torch.randn_like(z), None, None, z, P, V, a, b, U, saved, *options[:4], False, torch.float32)
     for wants in ([True] * 5, [False, False, False, True, False], [False, True, False, False, True]):
         torch.library.opcheck(operators.fused_backward.default, (*arguments, wants), test_utils=checks)
     code, idx = torch.randn(9, 2, 3, device=DEVICE), saved[:18].view(torch.int32).view(9, 2)
@@ -245,6 +272,7 @@ def test_operators_are_well_behaved():
         torch.library.opcheck(operators.fused_decode_backward.default, arguments, test_utils=checks)
 
 
+APART = ["pair_products", "code_backward", "gate_backward"]
 EVERYTHING = [
     "decode_backward",
     "token_backward",
@@ -253,6 +281,20 @@ EVERYTHING = [
     "bank_backward",
     "sum_parts",
 ]
+
+
+@every_dtype
+@pytest.mark.parametrize(
+    "learns", ["decoder", "gate_bias", "input", "encoder", "input decoder", "encoder gate_bias"]
+)
+def test_nothing_is_launched_for_frozen_parts_apart(learns, dtype, gates_apart, monkeypatch):
+    monkeypatch.setattr(launch, "DENSE_TYPES", tuple(LIMITS))
+    wanted = set(learns.split())
+    tokens, bank = wanted & {"input", "encoder"}, wanted & {"decoder", "gate_bias"}
+    first = ["pair_products", *["code_backward"] * bool(tokens), *["gate_backward"] * bool(bank)]
+    launched = ["decode_backward"] if wanted == {"decoder"} else first
+    launched += ["token_backward"] * bool(tokens) + EVERYTHING[2:4] * ("encoder" in wanted)
+    check_launches(list(wanted), launched + EVERYTHING[4:] * bool(bank), "vector", dtype, monkeypatch)
 
 
 @every_dtype
@@ -273,14 +315,18 @@ EVERYTHING = [
     ids=str,
 )
 def test_nothing_is_launched_for_frozen_parts(learns, launched, dense, gate, dtype, monkeypatch):
-    """And the gradients of the others have the same bits as if all learned."""
-    from attractor.ops import kernels
-
     if launched is None:  # gradients of prototypes are a product with all tokens, or sums over pairs
         last = EVERYTHING[2:4] if dense else EVERYTHING[4:]
         encoder = EVERYTHING[2:4] if "encoder" in learns else []
         launched = [*EVERYTHING[:2], *(encoder or last), *(last if encoder and not dense else [])]
     monkeypatch.setattr(launch, "DENSE_TYPES", tuple(LIMITS) if dense else ())
+    check_launches(learns, launched, gate, dtype, monkeypatch)
+
+
+def check_launches(learns, launched, gate, dtype, monkeypatch):
+    """These kernels, and gradients with the same bits as if all learned."""
+    from attractor.ops import kernels
+
     layer = layer_of(dtype, dim=24, num_patches=7, top_k=2, rank=8, gate=gate, backend="triton")
     x = tokens_of(layer, 30).requires_grad_()
     upstream = torch.randn_like(x)
@@ -289,7 +335,7 @@ def test_nothing_is_launched_for_frozen_parts(learns, launched, dense, gate, dty
     for name, leaf in leaves.items():
         leaf.requires_grad_(name in learns)
     calls = []
-    for name in EVERYTHING:
+    for name in (*EVERYTHING, *APART):
         monkeypatch.setattr(kernels, name, Counted(name, getattr(kernels, name), calls))
     found = torch.autograd.grad(layer(x), [leaves[name] for name in learns], upstream)
     assert calls == launched
@@ -306,6 +352,17 @@ class Counted:
     def __getitem__(self, grid):
         self.calls.append(self.name)
         return self.kernel[grid]
+
+
+def test_gradients_of_float32_parameters_are_not_rounded():
+    """Autocast multiplies in half precision; the sums of products keep their digits."""
+    layer = layer_of(dim=24, num_patches=7, top_k=2, rank=8, backend="triton")
+    x = tokens_of(layer, FEW_TOKENS + 30)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        layer(x).square().sum().backward()
+    for gradient in (layer.decoder.grad, layer.encoder.grad):
+        assert gradient.dtype == torch.float32
+        assert not torch.equal(gradient, gradient.bfloat16().float())
 
 
 def test_the_compiler_knows_what_is_frozen():

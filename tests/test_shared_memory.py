@@ -61,7 +61,7 @@ def test_gates_apart_fit() -> None:
     cases: list[Case] = [
         (capability, rank, "bfloat16", 256) for capability in (80, 86, 90) for rank in (64, 128)
     ]
-    assert_kernels_fit(cases, {"pair_products", "gate_backward"})
+    assert_kernels_fit(cases, {"pair_products", "code_backward", "gate_backward"})
 
 
 @needs_triton

@@ -147,7 +147,7 @@ def test_the_layer_has_tapes(double, monkeypatch):
     for _ in range(3):
         _, saved = call(z, P, V, a, b, U, None, None, *options, True)
         given = (torch.randn_like(z), None, None, z, P, V, a, b, U, saved)
-        back(*given, *options[:4], False, [True] * 5)
+        back(*given, *options[:4], False, torch.float32, [True] * 5)
     for taped in (call, back):
         assert all(isinstance(tape, Tape) for tape in taped.tapes.values())
     assert launch.aligned(65) == 128

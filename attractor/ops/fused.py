@@ -217,9 +217,10 @@ def fused_backward(
     scale: float,
     cosine: bool,
     has_radius: bool,
+    master: torch.dtype,
     wants: list[bool],
 ) -> list[Tensor]:
-    """Gradients of z, P, V, U, b and, with vector gates, a.
+    """Gradients of z, P, V, U, b and, with vector gates, a; those of V and U have the dtype `master`.
 
     `wants` says of z, P, V, U and the gates whether anybody wants theirs. What nobody wants is empty, and
     nothing is launched for it.
@@ -229,16 +230,21 @@ def fused_backward(
     (n, d), (K, r), k = z_nd.shape, (P_Kd.shape[0], V_dr.shape[1]), top_k
     shape = Shape(n, d, K, k, r, grad_nd.dtype)
     if n == 0:
-        return [x.zero_() for x in _empty_gradients(z_nd, P_Kd, V_dr, a_Kr, b_Kr, U_Krd, wants)]
+        return [x.zero_() for x in _empty_gradients(z_nd, P_Kd, V_dr, a_Kr, b_Kr, U_Krd, master, wants)]
     wants_z, wants_P, wants_V, wants_U, wants_gates = wants
     past_decoders = wants_z or wants_P or wants_V
     idx_nk, w_nk, _, s_nk, u_nr, inverse_z_n, inverse_p_K, *plan_of_pairs = Saved.cut(saved, shape)
     plan, pairs = Plan(*plan_of_pairs), (grad_nd, u_nr, w_nk, a_Kr, b_Kr, U_Krd, scale)
-    grads = launch.decode_backward(shape, plan, *pairs, whole=past_decoders or wants_gates)
-    grad_z_nd = grad_P_Kd = grad_V_dr = grad_U_Krd = grad_b_Kr = grad_a_Kr = None
-    routing: tuple[Tensor, ...] = ()
+    whole, sides_nw = past_decoders or wants_gates, None
     if past_decoders:
         sides_nw = torch.empty(n, shape.width, dtype=shape.dtype, device=z_nd.device)
+    if shape.apart and whole:
+        grads = launch.apart_backward(shape, plan, *pairs, idx_nk, sides_nw, wants_U or wants_gates)
+    else:
+        grads = launch.decode_backward(shape, plan, *pairs, whole=whole)
+    grad_z_nd = grad_P_Kd = grad_V_dr = grad_U_Krd = grad_b_Kr = grad_a_Kr = None
+    routing: tuple[Tensor, ...] = ()
+    if sides_nw is not None:
         grad_s_nk, coefficient_nk, grad_z_nd = map(torch.empty_like, (w_nk, w_nk, z_nd))
         blocks = shape.blocks("token_backward", z_nd.dtype == shape.dtype)
         kernels.token_backward[(-(-n // blocks["BN"]),)](
@@ -269,6 +275,7 @@ def fused_backward(
             HAS_W=grad_w_nk is not None,
             HAS_CONFIDENCE=grad_confidence_n is not None,
             HAS_RADIUS=has_radius,
+            SUMMED=grads.code is None,
             **shape.sizes(),
             **shape.dots(),
             **blocks,
@@ -280,11 +287,21 @@ def fused_backward(
         elif wants_P:
             routing = (z_nd, P_Kd, s_nk, grad_s_nk, coefficient_nk, inverse_p_K)
         if wants_V or (wants_P and products):
-            grad_V_dr = torch.empty_like(V_dr)
+            grad_V_dr = torch.empty_like(V_dr, dtype=master)
             launch.token_products(shape, z_nd, inverse_z_n, sides_nw, grad_V_dr, *products)
     if wants_U or wants_gates or routing:
         grad_U_Krd, grad_of_pairs_Kd, grad_b_Kr, grad_a_Kr = launch.bank_backward(
-            shape, plan, grad_nd, grads, U_Krd, scale, a_Kr, b_Kr, *routing, wants_gates=wants_gates
+            shape,
+            plan,
+            grad_nd,
+            grads,
+            U_Krd,
+            scale,
+            a_Kr,
+            b_Kr,
+            *routing,
+            master=master,
+            wants_gates=wants_gates,
         )
         grad_P_Kd = grad_of_pairs_Kd if routing else grad_P_Kd
     found = (grad_z_nd, grad_P_Kd, grad_V_dr, grad_U_Krd, grad_b_Kr, grad_a_Kr)
@@ -303,10 +320,16 @@ def _empty_gradients(
     a_Kr: Tensor | None,
     b_Kr: Tensor,
     U_Krd: Tensor,
+    master: torch.dtype,
     wants: list[bool],
 ) -> list[Tensor]:
     given = zip((z_nd, P_Kd, V_dr, U_Krd, b_Kr, a_Kr), (*wants, wants[-1]), strict=True)
-    return [torch.empty_like(x) if wanted else x.new_empty(0) for x, wanted in given if x is not None]
+    types = (None, None, master, master, None, None)
+    return [
+        torch.empty_like(x, dtype=dtype) if wanted else x.new_empty(0)
+        for (x, wanted), dtype in zip(given, types, strict=True)
+        if x is not None
+    ]
 
 
 _fused_backward = launch.operator(fused_backward, _empty_gradients)
@@ -334,12 +357,15 @@ class _Fused(torch.autograd.Function):
         backward: bool,
         stats: bool,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
+        master = U.dtype
+        V, U = (x if x.dtype == dtype else x.to(dtype) for x in (V, U))
         update, known = _fused(
             z, P, V, a, b, U, keep, radius, top_k, temperature, scale, cosine, dtype, backward
         )
         if backward:
             ctx.save_for_backward(z, P, V, a, b, U, keep, radius, known)
         ctx.options = (top_k, temperature, scale, cosine)
+        ctx.master = master  # of float32 parameters, autocast's copies are made here: so are their gradients
         ctx.set_materialize_grads(False)
         if not stats:
             return update
@@ -390,6 +416,7 @@ class _Fused(torch.autograd.Function):
             scale,
             cosine,
             radius is not None,
+            ctx.master,
             [wants_z, wants_P, wants_V, wants_U, wants_gates],
         )
         return (
@@ -449,7 +476,10 @@ def fused_decode_backward(
     grads = launch.decode_backward(shape, plan, *pairs, whole=wants[0])
     if wants[1]:
         grad_U, *_ = launch.bank_backward(shape, plan, grad_nd, grads, U_Kqd, 1.0)
-    return grads.code.view(n, k, q) if wants[0] else grad_code, grad_U
+    if wants[0]:
+        assert grads.code is not None  # without gates nothing is summed
+        grad_code = grads.code.view(n, k, q)
+    return grad_code, grad_U
 
 
 def _empty_decode_gradients(code_nkq: Tensor, U_Kqd: Tensor, wants: list[bool]) -> tuple[Tensor, Tensor]:
@@ -557,10 +587,10 @@ def apn(
     outputs = _Fused.apply(
         z_nd.contiguous(),
         P_Km.contiguous(),
-        (V_dr if V_dr.dtype == dtype else V_dr.to(dtype)).contiguous(),
+        V_dr.contiguous(),
         None if a_Kr is None else a_Kr.contiguous(),
         b_Kr.contiguous(),
-        (U_Kqd if U_Kqd.dtype == dtype else U_Kqd.to(dtype)).contiguous(),
+        U_Kqd.contiguous(),
         None if keep_nk is None else keep_nk.contiguous(),
         None if radius_K is None else radius_K.contiguous(),
         top_k,

@@ -152,6 +152,8 @@ class Shape(NamedTuple):
     @property
     def tile(self) -> int:
         """Pairs in a tile: about what a patch has, so that tiles are full."""
+        if "BM" in TRIED.get("plan", {}):
+            return TRIED["plan"]["BM"]
         pairs = self.n * self.k // self.K
         return 16 if pairs <= 16 else 32 if pairs <= 32 else 64  # so that torch.compile needs few guards
 
@@ -159,11 +161,11 @@ class Shape(NamedTuple):
     def busy(self) -> bool:
         """Whether patches have many pairs each, and there are so many in all that long segments suffice."""
         pairs = self.n * self.k
-        return self.dense and pairs >= 128 * LONG_SEGMENT and pairs >= LONG_SEGMENT // 2 * self.K
+        return self.dense and pairs >= 256 * SEGMENT and pairs >= SEGMENT * self.K
 
     @property
     def segment(self) -> int:
-        if "plan" in TRIED:
+        if "SEGMENT" in TRIED.get("plan", {}):
             return TRIED["plan"]["SEGMENT"]
         return LONG_SEGMENT if self.busy else SEGMENT
 
@@ -238,7 +240,8 @@ class Shape(NamedTuple):
             "few_tokens": {"BD": 64, "num_warps": 4},
             "decode_backward": {"BD": 64, "num_warps": 4 if small else 8, "num_stages": 4 if small else 3},
             "pair_products": {"BM": 64, "BD": 64, "num_warps": 4, "num_stages": 3},
-            "gate_backward": {"BR": min(self.tile, 32), "AHEAD": 0, "num_warps": 4},
+            "gate_backward": {"BR": 16, "num_warps": 2},
+            "code_backward": {"num_warps": 1},
             "token_backward": {"BN": 16, "BD": 128 >> narrow, "num_warps": 4, "num_stages": 2},
             "bank_backward": {"BM": 64, "BD": 128, "num_warps": 4, "num_stages": 3},
             "token_products": {"BN": 64, "BD": 128, "num_warps": 4, "num_stages": 3},
@@ -263,19 +266,22 @@ class Shape(NamedTuple):
         The others keep what they had.
         """
         large = self.n >= 16384 and self.K > 128
+        tokens = {"BN": 64, "BD": 64 if self.r <= 64 else 32} if large else {}
         if not usual:  # float32 tokens
-            floats = {
+            return {
                 "route": {"num_stages": 3},
-                "token_backward": {"BN": 32, "BD": 64, "num_warps": 8} if large else {},
+                "token_backward": tokens,
                 "token_products": {"BN": 32, "num_stages": 5},
-            }
-            return floats.get(kernel, {}) if self.r <= 32 else {}
+            }.get(kernel, {})
         return {
             "combine": {"BN": 2, "BD": 512},
             "pair_products": {"BM": 128, "num_warps": 8} if self.busy else {},
-            "gate_backward": {"BR": 8, "num_warps": 2} if self.busy else {},
-            "token_backward": {"BN": 64, "BD": 32} if large else {},
-            "bank_backward": {"BM": 32, "num_stages": 2 if self.r <= 32 else 5},
+            "token_backward": tokens,
+            "bank_backward": {
+                "BM": 32,
+                "BD": 256 if 32 < self.r <= 64 and self.d % 256 == 0 else 128,
+                "num_stages": 2 if self.r <= 32 else 3 if self.r <= 64 else 5,
+            },
             # how much would blocks of 128 compute in vain?
             "token_products": {
                 "BW": 64 if 4 * 128 * -(-self.width // 128) > 5 * self.width else 128,
@@ -291,8 +297,8 @@ class Shape(NamedTuple):
         return {
             "combine": {"BN": 2, "BD": 512},
             "decode": {"num_stages": 4} if few else {},
-            "decode_backward": {"num_warps": 2} if few else {},
-            "bank_backward": {"BM": 16, "BD": 64, "num_warps": 2, "num_stages": 4} if few else {},
+            "decode_backward": {"num_warps": 1} if few else {},
+            "bank_backward": {"BM": 16, "BD": 128, "num_warps": 2, "num_stages": 3} if few else {},
             "token_products": {"BD": 64, "num_stages": 5},
         }.get(kernel, {})
 
@@ -309,7 +315,7 @@ class Plan(NamedTuple):
 
     @staticmethod
     def sizes(shape: Shape) -> tuple[int, int]:
-        return shape.n * shape.k, 5 * shape.K + 2 + shape.most_segments + shape.most_tiles
+        return shape.n * shape.k, 5 * shape.K + 2 + shape.most_segments + 3 * shape.most_tiles
 
     def make(self, shape: Shape, idx_nk: Tensor, histogram: Tensor) -> None:
         from attractor.ops import kernels
@@ -433,11 +439,11 @@ def decode_few(
 
 
 class PairGradients(NamedTuple):
-    code: Tensor  # of each pair's code: of u, or of the codes that were given
+    code: Tensor | None  # of each pair's code: of u, or of the codes that were given; None if they are summed
     weight: Tensor | None
     slope_parts: Tensor | None  # one row per tile
     bias_parts: Tensor | None
-    codes: Tensor  # not a gradient: w phi of each pair, by patch; or the codes that were given
+    codes: Tensor  # not a gradient: w phi of each pair, or the codes that were given
 
 
 def decode_backward(
@@ -469,39 +475,6 @@ def decode_backward(
     )
     if not whole and not kind:
         return grads
-    if kind and whole and shape.apart:
-        blocks = shape.blocks("pair_products")
-        kernels.pair_products[(-(-shape.segment // blocks["BM"]), shape.most_segments)](
-            grad_nd,
-            U_Krd,
-            *plan,
-            grads.codes,
-            scale,
-            K=shape.K,
-            k=shape.k,
-            SEGMENT=shape.segment,
-            **shape.sizes(),
-            **shape.dots(),
-            **blocks,
-        )
-        kernels.gate_backward[(tiles,)](
-            u,
-            w,
-            a,
-            b,
-            *plan,
-            grads.codes,
-            *grads[:4],
-            shape.most_segments,
-            K=shape.K,
-            R=shape.r,
-            R_P=power(shape.r, 16),
-            k=shape.k,
-            BM=shape.tile,
-            GATE=kind,
-            **shape.blocks("gate_backward"),
-        )
-        return grads
     kernels.decode_backward[(tiles,)](
         grad_nd,
         u,
@@ -526,6 +499,80 @@ def decode_backward(
     return grads
 
 
+def apart_backward(
+    shape: Shape,
+    plan: Plan,
+    grad_nd: Tensor,
+    u: Tensor,
+    w: Tensor,
+    a: Tensor | None,
+    b: Tensor,
+    U_Krd: Tensor,
+    scale: float,
+    idx_nk: Tensor,
+    sides_nw: Tensor | None,
+    wants_bank: bool,
+) -> PairGradients:
+    """`decode_backward` in kernels of their own, and the sums of the codes' gradients in `sides_nw`."""
+    from attractor.ops import kernels
+
+    kind, tiles = gate_kind(a, b), shape.most_tiles
+    of_code = {"R": shape.r, "R_P": power(shape.r, 16), "k": shape.k, "GATE": kind}
+    products = torch.empty(shape.n * shape.k, shape.r, dtype=shape.dtype, device=u.device)
+    grads = PairGradients(
+        None,
+        None if sides_nw is None else torch.empty_like(w),
+        torch.empty(tiles, shape.r, device=u.device) if kind == 2 else None,
+        torch.empty(tiles, shape.r if kind == 2 else 1, device=u.device),
+        products,
+    )
+    blocks = shape.blocks("pair_products")
+    kernels.pair_products[(-(-shape.segment // blocks["BM"]), shape.most_segments)](
+        grad_nd,
+        U_Krd,
+        *plan,
+        products,
+        scale,
+        K=shape.K,
+        k=shape.k,
+        SEGMENT=shape.segment,
+        **shape.sizes(),
+        **shape.dots(),
+        **blocks,
+    )
+    if sides_nw is not None:
+        kernels.code_backward[(shape.n,)](
+            u,
+            w,
+            a,
+            b,
+            idx_nk,
+            products,
+            sides_nw,
+            grads.weight,
+            W=shape.width,
+            k_P=power(shape.k, 2),
+            **of_code,
+            **shape.blocks("code_backward"),
+        )
+    if wants_bank:
+        kernels.gate_backward[(tiles,)](
+            u,
+            w,
+            a,
+            b,
+            *plan,
+            products,
+            grads.slope_parts,
+            grads.bias_parts,
+            shape.most_segments,
+            K=shape.K,
+            **of_code,
+            **shape.blocks("gate_backward"),
+        )
+    return grads
+
+
 def bank_backward(
     shape: Shape,
     plan: Plan,
@@ -536,6 +583,7 @@ def bank_backward(
     a: Tensor | None = None,
     b: Tensor | None = None,
     *prototypes: Tensor,
+    master: torch.dtype | None = None,
     wants_gates: bool = True,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Gradients with one row per patch: decoders and, if they are given, prototypes, biases, slopes.
@@ -549,7 +597,7 @@ def bank_backward(
     blocks = shape.blocks("bank_backward", kind > 0)
     of_patch = {"K": shape.K, "SEGMENT": shape.segment, "HAS_P": P is not None}
     gates = (b, a) if wants_gates else (None, None)
-    grad_U = torch.empty_like(U_Krd)
+    grad_U = torch.empty_like(U_Krd, dtype=master)
     grad_P, grad_b, grad_a = (None if x is None else torch.empty_like(x) for x in (P, *gates))
     part_U = torch.empty(shape.most_parts, shape.r * shape.d, device=U_Krd.device)
     part_P = None if P is None else torch.empty(shape.most_parts, shape.d, device=U_Krd.device)
@@ -571,7 +619,7 @@ def bank_backward(
         part_radial,
         scale,
         k=shape.k,
-        GATE=kind,
+        BY_PAIR=kind == 0 or grads.code is None,
         **of_patch,
         **shape.sizes(),
         **shape.dots(),

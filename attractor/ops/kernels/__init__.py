@@ -11,6 +11,7 @@ padded to a power of two. GATE: 0 codes are given, 1 scalar gate, 2 vector gate.
 from attractor.ops.kernels.backward import (
     add_products,
     bank_backward,
+    code_backward,
     decode_backward,
     gate_backward,
     pair_products,
@@ -46,6 +47,7 @@ from attractor.ops.kernels.product import (
 __all__ = [
     "add_products",
     "bank_backward",
+    "code_backward",
     "codebook_gradient",
     "codebook_parts",
     "combine",

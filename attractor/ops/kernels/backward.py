@@ -12,6 +12,8 @@ from attractor.ops.kernels.forward import (
     TOTALS,
     dot,
     gate,
+    gates,
+    sigmoid,
     tile_of,
 )
 from attractor.ops.kernels.quick import quick
@@ -51,8 +53,12 @@ def decode_backward(
 
     Not WHOLE, it stores the codes that were decoded, and that is all: decoders alone learn.
     """
-    if tl.program_id(0) < tl.load(plan + COUNTS * K):
-        patch, places, pair, is_pair = tile_of(plan, order, most_segments, K, BM)
+    is_tile, patch, first, count = tile_of(plan, most_segments, K)
+    if is_tile:
+        ranks = tl.arange(0, BM)
+        is_pair = ranks < count
+        places = first + ranks
+        pair = tl.load(order + places, mask=is_pair, other=0).to(tl.int64)
         code = tl.arange(0, R_P)
         here = is_pair[:, None] & (code < R)[None, :]
         acc = tl.zeros((BM, R_P), tl.float32)
@@ -116,14 +122,15 @@ def pair_products(
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gradient of phi, before the weight, of BM pairs of a segment, in the order of the patches.
+    """Gradient of phi, before the weight, of BM pairs of a segment.
 
-    With `gate_backward` it does what `decode_backward` does alone, whose registers do not suffice where
-    codes are wide: here are products, and there numbers one by one.
+    With `code_backward` and `gate_backward` it does what `decode_backward` does alone, whose registers do
+    not suffice where codes are wide: here are products, and there numbers one by one, first by token and
+    then by patch, so that no gradient of a pair's code is written.
     """
     segment = tl.program_id(1)
+    patch = tl.load(plan + COUNTS * K + 2 + segment).to(tl.int64)
     if segment < tl.load(plan + COUNTS * K + 1):
-        patch = tl.load(plan + COUNTS * K + 2 + segment).to(tl.int64)
         total = tl.load(plan + TOTALS * K + patch)
         number = segment - tl.load(plan + SEGMENTS * K + patch)
         first = number * SEGMENT + tl.program_id(0) * BM
@@ -131,7 +138,8 @@ def pair_products(
             ranks = first + tl.arange(0, BM)
             is_pair = ranks < total
             places = (tl.load(plan + PAIRS * K + patch) + ranks).to(tl.int64)
-            token = tl.load(order + places, mask=is_pair, other=0).to(tl.int64) // k
+            pair = tl.load(order + places, mask=is_pair, other=0).to(tl.int64)
+            token = pair // k
             code = tl.arange(0, R_P)
             acc = tl.zeros((BM, R_P), tl.float32)
             for start in range(0, D, BD):
@@ -145,19 +153,8 @@ def pair_products(
                 g_tile = tl.load(grad + token[:, None] * D + cols, mask=inside, other=0.0)
                 acc = dot(g_tile.to(DTYPE), U_tile.to(DTYPE), acc, PRECISION)
             here = is_pair[:, None] & (code < R)[None, :]
-            place = products + places[:, None] * R + code
+            place = products + pair[:, None] * R + code
             tl.store(place, (acc * scale).to(products.dtype.element_ty), mask=here)
-
-
-@triton.jit
-def gathered(u, w, order, products, begin, ranks, total, code, R: tl.constexpr, k: tl.constexpr):
-    """The pairs at these ranks of a patch; what `pair_products` made of them, their codes and weights."""
-    is_pair = ranks < total
-    here = is_pair[:, None] & (code < R)[None, :]
-    pair = tl.load(order + begin + ranks, mask=is_pair, other=0).to(tl.int64)
-    dphi = tl.load(products + (begin + ranks)[:, None].to(tl.int64) * R + code, mask=here, other=0.0)
-    u_tile = tl.load(u + (pair // k)[:, None] * R + code, mask=here, other=0.0)
-    return pair, dphi, u_tile, tl.load(w + pair, mask=is_pair, other=0.0)
 
 
 @quick
@@ -170,8 +167,6 @@ def gate_backward(
     order,
     plan,
     products,
-    grad_u,
-    grad_w,
     grad_a,
     grad_b,
     most_segments,
@@ -179,62 +174,76 @@ def gate_backward(
     R: tl.constexpr,
     R_P: tl.constexpr,
     k: tl.constexpr,
-    BM: tl.constexpr,
     BR: tl.constexpr,
-    AHEAD: tl.constexpr,
     GATE: tl.constexpr,
 ):
-    """What `decode_backward` makes of the products of a tile, BR pairs at a time; w phi takes their place.
-
-    AHEAD, what the next pairs need is on its way while these are computed: the compiler cannot know that
-    nothing of it is written in between.
-    """
-    tile = tl.program_id(0)
-    if tile < tl.load(plan + COUNTS * K):
-        patch = tl.load(plan + COUNTS * K + 2 + most_segments + tile).to(tl.int64)
-        first = (tile - tl.load(plan + TILES * K + patch)) * BM
-        total = tl.load(plan + TOTALS * K + patch)
-        begin = tl.load(plan + PAIRS * K + patch)
+    """Gradients of the gates from the products of a tile, BR pairs at a time; w phi takes their place."""
+    is_tile, patch, first, count = tile_of(plan, most_segments, K)
+    if is_tile:
         code = tl.arange(0, R_P)
+        slope, bias = gates(a, b, patch, code[None, :], R, GATE)
         da = tl.zeros((BR, R_P), tl.float32)
         db = tl.zeros((BR, R_P), tl.float32)
-        end = tl.minimum(first + BM, total)
-        if AHEAD:
-            ranks = first + tl.arange(0, BR)
-            pairs, dphis, u_tiles, weights = gathered(u, w, order, products, begin, ranks, end, code, R, k)
-        for start in range(first, end, BR):
+        for start in range(0, count, BR):
             ranks = start + tl.arange(0, BR)
-            if AHEAD:
-                pair, dphi, u_tile, weight = pairs, dphis, u_tiles, weights
-                after = ranks + BR
-                pairs, dphis, u_tiles, weights = gathered(
-                    u, w, order, products, begin, after, end, code, R, k
-                )
-            else:
-                pair, dphi, u_tile, weight = gathered(u, w, order, products, begin, ranks, end, code, R, k)
-            is_pair = ranks < end
+            is_pair = ranks < count
             here = is_pair[:, None] & (code < R)[None, :]
-            place = products + (begin + ranks)[:, None].to(tl.int64) * R + code
-            dphi = dphi.to(tl.float32)
-            open_ = gate(u_tile, a, b, patch, code[None, :], R, GATE)
-            phi = u_tile * open_
-            tl.store(grad_w + pair, tl.sum(dphi * phi, 1), mask=is_pair)
-            tl.store(place, (weight[:, None] * phi).to(products.dtype.element_ty), mask=here)
-            dphi *= weight[:, None]
-            inner = dphi * phi * (1 - open_)  # d (a u + b)
+            pair = tl.load(order + first + ranks, mask=is_pair, other=0).to(tl.int64)
+            place = products + pair[:, None] * R + code
+            dphi = tl.load(place, mask=here, other=0.0).to(tl.float32)
+            u_tile = tl.load(u + (pair // k)[:, None] * R + code, mask=here, other=0.0)
+            weight = tl.load(w + pair, mask=is_pair, other=0.0)[:, None]
+            open_ = sigmoid(slope * u_tile + bias)
+            wphi = weight * (u_tile * open_)
+            inner = dphi * wphi
+            inner -= inner * open_  # d (a u + b)
             db += inner
-            du = dphi * open_
             if GATE == 2:
                 da += inner * u_tile
-                slope = tl.load(a + patch * R + code, mask=code < R, other=0.0).to(tl.float32)
-                du += inner * slope[None, :]
-            tl.store(grad_u + pair[:, None] * R + code, du.to(grad_u.dtype.element_ty), mask=here)
+            tl.store(place, wphi.to(products.dtype.element_ty), mask=here)
         if GATE == 2:
-            part = tile.to(tl.int64) * R + code
+            part = tl.program_id(0).to(tl.int64) * R + code
             tl.store(grad_a + part, tl.sum(da, 0), mask=code < R)
             tl.store(grad_b + part, tl.sum(db, 0), mask=code < R)
         else:
-            tl.store(grad_b + tile, tl.sum(tl.sum(db, 0), 0))
+            tl.store(grad_b + tl.program_id(0), tl.sum(tl.sum(db, 0), 0))
+
+
+@quick
+@triton.jit
+def code_backward(
+    u,
+    w,
+    a,
+    b,
+    idx,
+    products,
+    sides,
+    grad_w,
+    R: tl.constexpr,
+    R_P: tl.constexpr,
+    W: tl.constexpr,
+    k: tl.constexpr,
+    k_P: tl.constexpr,
+    GATE: tl.constexpr,
+):
+    """Gradients of one token's code and of its weights, from the products of its pairs."""
+    token = tl.program_id(0).to(tl.int64)
+    slots, code = tl.arange(0, k_P), tl.arange(0, R_P)
+    pairs = token * k + slots
+    patch = tl.load(idx + pairs, mask=slots < k, other=-1)
+    is_pair = patch >= 0
+    here = is_pair[:, None] & (code < R)[None, :]
+    weight = tl.load(w + pairs, mask=is_pair, other=0.0)[:, None]
+    dphi = tl.load(products + pairs[:, None] * R + code, mask=here, other=0.0).to(tl.float32)
+    u_row = tl.load(u + token * R + code, mask=code < R, other=0.0)[None, :]
+    of_patch = tl.maximum(patch, 0).to(tl.int64)[:, None]
+    slope, bias = gates(a, b, of_patch, code[None, :], R, GATE)
+    open_ = sigmoid(slope * u_row + bias)
+    inner = dphi * (u_row * open_)
+    tl.store(grad_w + pairs, tl.sum(inner, 1), mask=is_pair)
+    du = tl.sum(weight * (dphi * open_ + (inner - inner * open_) * slope), 0)
+    tl.store(sides + token * W + code, du.to(sides.dtype.element_ty), mask=code < R)
 
 
 @quick
@@ -272,6 +281,7 @@ def token_backward(
     HAS_W: tl.constexpr,
     HAS_CONFIDENCE: tl.constexpr,
     HAS_RADIUS: tl.constexpr,
+    SUMMED: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -305,15 +315,19 @@ def token_backward(
         tl.store(coefficient + pairs, ds * factor[:, None], mask=is_pair)
     radial = tl.sum(ds * tl.load(s + pairs, mask=is_pair, other=0.0), 1) * length
 
-    du = tl.zeros((BN, R_P), tl.float32)
-    for slot in tl.static_range(k):
-        used = tl.load(idx + rows * k + slot, mask=rows < n, other=-1) >= 0
-        here = used[:, None] & (code < R)[None, :]
-        part = tl.load(grad_u_pairs + (rows * k + slot)[:, None] * R + code, mask=here, other=0.0)
-        du += part.to(tl.float32)
     is_row = (rows < n)[:, None]
     in_code = is_row & (code < R)[None, :]
-    tl.store(sides + rows[:, None] * W + code, du.to(sides.dtype.element_ty), mask=in_code)
+    own = sides + rows[:, None] * W + code
+    if SUMMED:  # by `code_backward`
+        du = tl.load(own, mask=in_code, other=0.0)
+    else:
+        du = tl.zeros((BN, R_P), tl.float32)
+        for slot in tl.static_range(k):
+            used = tl.load(idx + rows * k + slot, mask=rows < n, other=-1) >= 0
+            here = used[:, None] & (code < R)[None, :]
+            part = tl.load(grad_u_pairs + (rows * k + slot)[:, None] * R + code, mask=here, other=0.0)
+            du += part.to(tl.float32)
+        tl.store(own, du.to(sides.dtype.element_ty), mask=in_code)
     if W > R:
         patches = tl.arange(0, K_P)
         share = tl.zeros((BN, K_P), tl.float32)
@@ -380,18 +394,19 @@ def bank_backward(
     BM: tl.constexpr,
     BD: tl.constexpr,
     SEGMENT: tl.constexpr,
-    GATE: tl.constexpr,
+    BY_PAIR: tl.constexpr,
     HAS_P: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """For one segment and BD channels: gradients of the patch's decoder and, with HAS_P, of its prototype.
 
-    A patch with one segment is finished here; the parts of a busier one are added by `sum_parts`.
+    With BY_PAIR codes lie in the order of their pairs, and else in that of the patches. A patch with one
+    segment is finished here; the parts of a busier one are added by `sum_parts`.
     """
     segment = tl.program_id(0)
+    patch = tl.load(plan + COUNTS * K + 2 + segment).to(tl.int64)
     if segment < tl.load(plan + COUNTS * K + 1):
-        patch = tl.load(plan + COUNTS * K + 2 + segment).to(tl.int64)
         cols = tl.program_id(1) * BD + tl.arange(0, BD)
         code = tl.arange(0, R_P)
         total = tl.load(plan + TOTALS * K + patch)
@@ -407,7 +422,7 @@ def bank_backward(
             token = pair // k
             inside = is_pair[:, None] & (cols < D)[None, :]
             here = (code < R)[:, None] & is_pair[None, :]
-            row = (begin + ranks).to(tl.int64) if GATE > 0 else pair
+            row = pair if BY_PAIR else (begin + ranks).to(tl.int64)
             code_tile = tl.load(codes + row[None, :] * R + code[:, None], mask=here, other=0.0)  # (R_P, BM)
             g_tile = tl.load(grad + token[:, None] * D + cols, mask=inside, other=0.0)
             dU = dot(code_tile.to(DTYPE), g_tile.to(DTYPE), dU, PRECISION)

@@ -1,5 +1,7 @@
 """Routing, grouping and decoding: the forward pass. The package says what a pair, a tile and a plan are."""
 
+import os
+
 import triton
 import triton.language as tl
 
@@ -11,8 +13,18 @@ CHUNK = tl.constexpr(launch.CHUNK)
 
 LEAST = tl.constexpr(-3.4e38)
 
+INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+SIGMOID = tl.constexpr("""{
+    .reg .f32 t;
+    mul.f32 t, $1, 0fBFB8AA3B;  // -log2(e)
+    ex2.approx.ftz.f32 t, t;
+    add.f32 t, t, 0f3F800000;
+    rcp.approx.ftz.f32 $0, t;
+}""")
+
 # A plan is one tensor of whole numbers. For each patch: how many pairs it has, and where its pairs, tiles,
-# segments and parts start; then the number of tiles and of segments, and whose each segment and each tile is.
+# segments and parts start; then the number of tiles and of segments, and whose each segment is; and of each
+# tile its patch, where its pairs start, and how many there are.
 TOTALS, PAIRS, TILES, SEGMENTS, PARTS, COUNTS = (tl.constexpr(number) for number in range(6))
 
 
@@ -192,6 +204,15 @@ def best_of_all(acc, k: tl.constexpr, k_P: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
+def sigmoid(x):
+    """Four instructions, where Triton's takes a dozen: subnormal numbers are 0 here."""
+    if INTERPRETED:
+        return tl.sigmoid(x)
+    else:
+        return tl.inline_asm_elementwise(SIGMOID, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def softmax(x):
     x = tl.exp(x - tl.max(x, 1)[:, None])
     return x / tl.sum(x, 1)[:, None]
@@ -358,7 +379,7 @@ def make_plan(
 ):
     """Where each patch's pairs, tiles (BM pairs), segments and parts start, and whose they are."""
     segment_patch = plan + COUNTS * K + 2
-    tile_patch = segment_patch + most_segments
+    tile_records = segment_patch + most_segments
     pairs = tl.zeros((), tl.int32)
     tiles = tl.zeros((), tl.int32)
     segments = tl.zeros((), tl.int32)
@@ -366,13 +387,17 @@ def make_plan(
     for first in range(0, K, BK):
         patches = first + tl.arange(0, BK)
         total = tl.load(plan + TOTALS * K + patches, mask=patches < K, other=0)
-        tl.store(plan + PAIRS * K + patches, tl.cumsum(total, 0) - total + pairs, mask=patches < K)
+        first_pair = tl.cumsum(total, 0) - total + pairs
+        tl.store(plan + PAIRS * K + patches, first_pair, mask=patches < K)
         pairs += tl.sum(total, 0)
         own = tl.cdiv(total, BM)
         begin = tl.cumsum(own, 0) - own + tiles
         tl.store(plan + TILES * K + patches, begin, mask=patches < K)
         for number in range(tl.max(own, 0)):
-            tl.store(tile_patch + begin + number, patches, mask=number < own)
+            record = tile_records + 3 * (begin + number)
+            tl.store(record, patches, mask=number < own)
+            tl.store(record + 1, first_pair + number * BM, mask=number < own)
+            tl.store(record + 2, tl.minimum(total - number * BM, BM), mask=number < own)
         tiles += tl.sum(own, 0)
         own = tl.cdiv(total, SEGMENT)
         begin = tl.cumsum(own, 0) - own + segments
@@ -404,24 +429,32 @@ def place(idx, histogram, plan, order, num_pairs, K: tl.constexpr):
 
 
 @triton.jit
-def tile_of(plan, order, most_segments, K: tl.constexpr, BM: tl.constexpr):
-    """The patch of this program's tile, where its pairs are in `order`, the pairs, and which are there."""
+def tile_of(plan, most_segments, K: tl.constexpr):
+    """Whether this program has a tile; its patch, where its pairs are in `order`, and how many there are.
+
+    All is read at once: what a program without a tile reads is not looked at.
+    """
     tile = tl.program_id(0)
-    patch = tl.load(plan + COUNTS * K + 2 + most_segments + tile).to(tl.int64)
-    ranks = (tile - tl.load(plan + TILES * K + patch)) * BM + tl.arange(0, BM)
-    is_pair = ranks < tl.load(plan + TOTALS * K + patch)
-    places = tl.load(plan + PAIRS * K + patch) + ranks
-    return patch, places, tl.load(order + places, mask=is_pair, other=0).to(tl.int64), is_pair
+    record = plan + COUNTS * K + 2 + most_segments + 3 * tile
+    patch = tl.load(record).to(tl.int64)
+    return tile < tl.load(plan + COUNTS * K), patch, tl.load(record + 1), tl.load(record + 2)
+
+
+@triton.jit
+def gates(a, b, patch, code, R: tl.constexpr, GATE: tl.constexpr):
+    """Slope and bias of eq. (5) or (7); `code` numbers the channels along their axis of the tile."""
+    if GATE == 2:
+        slope = tl.load(a + patch * R + code, mask=code < R, other=0.0).to(tl.float32)
+        return slope, tl.load(b + patch * R + code, mask=code < R, other=0.0).to(tl.float32)
+    else:  # not compiled otherwise
+        nothing = tl.zeros_like(code).to(tl.float32)
+        return nothing, tl.load(b + patch).to(tl.float32) + nothing
 
 
 @triton.jit
 def gate(u_tile, a, b, patch, code, R: tl.constexpr, GATE: tl.constexpr):
-    """The sigmoid of eq. (5) or (7); `code` numbers the channels along their axis of the tile."""
-    if GATE == 2:
-        slope = tl.load(a + patch * R + code, mask=code < R, other=0.0).to(tl.float32)
-        bias = tl.load(b + patch * R + code, mask=code < R, other=0.0).to(tl.float32)
-        return tl.sigmoid(slope * u_tile + bias)
-    return tl.sigmoid(tl.load(b + patch).to(tl.float32) + u_tile * 0.0)
+    slope, bias = gates(a, b, patch, code, R, GATE)
+    return sigmoid(slope * u_tile + bias)
 
 
 @quick
@@ -448,8 +481,11 @@ def decode(
     PRECISION: tl.constexpr,
 ):
     """y[pair] = w phi U, eqs. (5) and (6), for one tile."""
-    if tl.program_id(0) < tl.load(plan + COUNTS * K):
-        patch, _, pair, is_pair = tile_of(plan, order, most_segments, K, BM)
+    is_tile, patch, first, count = tile_of(plan, most_segments, K)
+    if is_tile:
+        ranks = tl.arange(0, BM)
+        is_pair = ranks < count
+        pair = tl.load(order + first + ranks, mask=is_pair, other=0).to(tl.int64)
         code = tl.arange(0, R_P)
         here = is_pair[:, None] & (code < R)[None, :]
         if GATE > 0:
