@@ -17,6 +17,7 @@ from attractor.ops.kernels.forward import (
     gate,
     inverse_length,
     keep_best,
+    keep_better,
     scores,
     softmax,
 )
@@ -69,7 +70,7 @@ def best_rows(
         acc = tl.where(acc == acc, acc, float("inf"))  # a broken row is chosen, and its NaN shows
         acc = tl.where(acc > LEAST, acc, LEAST)  # every row beats an empty slot
         acc = tl.where((codes < N)[None, :], acc, float("-inf"))
-        best, best_row = keep_best(acc, best, best_row, first, k, k_P, BK, k <= 4)
+        best, best_row = keep_better(acc, best, best_row, first, k, k_P, BK)
     return best_first(best, best_row, k, k_P)
 
 
