@@ -265,8 +265,8 @@ class Shape(NamedTuple):
 
         The others keep what they had.
         """
-        large = self.n >= 16384 and self.K > 128
-        tokens = {"BN": 64, "BD": 64 if self.r <= 64 else 32} if large else {}
+        wide = self.r > 64 and self.K > 128
+        tokens = {"BN": 64, "BD": 32 if wide else 64} if self.n >= 16384 else {}
         if not usual:  # float32 tokens
             return {
                 "route": {"num_stages": 3},
@@ -315,7 +315,7 @@ class Plan(NamedTuple):
 
     @staticmethod
     def sizes(shape: Shape) -> tuple[int, int]:
-        return shape.n * shape.k, 5 * shape.K + 2 + shape.most_segments + 3 * shape.most_tiles
+        return shape.n * shape.k, 5 * shape.K + 2 + shape.most_segments + shape.most_tiles
 
     def make(self, shape: Shape, idx_nk: Tensor, histogram: Tensor) -> None:
         from attractor.ops import kernels
@@ -567,6 +567,7 @@ def apart_backward(
             grads.bias_parts,
             shape.most_segments,
             K=shape.K,
+            BM=shape.tile,
             **of_code,
             **shape.blocks("gate_backward"),
         )

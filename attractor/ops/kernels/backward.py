@@ -53,8 +53,8 @@ def decode_backward(
 
     Not WHOLE, it stores the codes that were decoded, and that is all: decoders alone learn.
     """
-    is_tile, patch, first, count = tile_of(plan, most_segments, K)
-    if is_tile:
+    if tl.program_id(0) < tl.load(plan + COUNTS * K):
+        patch, first, count = tile_of(plan, most_segments, K, BM)
         ranks = tl.arange(0, BM)
         is_pair = ranks < count
         places = first + ranks
@@ -129,8 +129,8 @@ def pair_products(
     then by patch, so that no gradient of a pair's code is written.
     """
     segment = tl.program_id(1)
-    patch = tl.load(plan + COUNTS * K + 2 + segment).to(tl.int64)
     if segment < tl.load(plan + COUNTS * K + 1):
+        patch = tl.load(plan + COUNTS * K + 2 + segment).to(tl.int64)
         total = tl.load(plan + TOTALS * K + patch)
         number = segment - tl.load(plan + SEGMENTS * K + patch)
         first = number * SEGMENT + tl.program_id(0) * BM
@@ -174,12 +174,13 @@ def gate_backward(
     R: tl.constexpr,
     R_P: tl.constexpr,
     k: tl.constexpr,
+    BM: tl.constexpr,
     BR: tl.constexpr,
     GATE: tl.constexpr,
 ):
     """Gradients of the gates from the products of a tile, BR pairs at a time; w phi takes their place."""
-    is_tile, patch, first, count = tile_of(plan, most_segments, K)
-    if is_tile:
+    if tl.program_id(0) < tl.load(plan + COUNTS * K):
+        patch, first, count = tile_of(plan, most_segments, K, BM)
         code = tl.arange(0, R_P)
         slope, bias = gates(a, b, patch, code[None, :], R, GATE)
         da = tl.zeros((BR, R_P), tl.float32)
@@ -405,8 +406,8 @@ def bank_backward(
     segment is finished here; the parts of a busier one are added by `sum_parts`.
     """
     segment = tl.program_id(0)
-    patch = tl.load(plan + COUNTS * K + 2 + segment).to(tl.int64)
     if segment < tl.load(plan + COUNTS * K + 1):
+        patch = tl.load(plan + COUNTS * K + 2 + segment).to(tl.int64)
         cols = tl.program_id(1) * BD + tl.arange(0, BD)
         code = tl.arange(0, R_P)
         total = tl.load(plan + TOTALS * K + patch)

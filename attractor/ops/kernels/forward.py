@@ -23,8 +23,7 @@ SIGMOID = tl.constexpr("""{
 }""")
 
 # A plan is one tensor of whole numbers. For each patch: how many pairs it has, and where its pairs, tiles,
-# segments and parts start; then the number of tiles and of segments, and whose each segment is; and of each
-# tile its patch, where its pairs start, and how many there are.
+# segments and parts start; then the number of tiles and of segments, and whose each segment and each tile is.
 TOTALS, PAIRS, TILES, SEGMENTS, PARTS, COUNTS = (tl.constexpr(number) for number in range(6))
 
 
@@ -379,7 +378,7 @@ def make_plan(
 ):
     """Where each patch's pairs, tiles (BM pairs), segments and parts start, and whose they are."""
     segment_patch = plan + COUNTS * K + 2
-    tile_records = segment_patch + most_segments
+    tile_patch = segment_patch + most_segments
     pairs = tl.zeros((), tl.int32)
     tiles = tl.zeros((), tl.int32)
     segments = tl.zeros((), tl.int32)
@@ -387,17 +386,13 @@ def make_plan(
     for first in range(0, K, BK):
         patches = first + tl.arange(0, BK)
         total = tl.load(plan + TOTALS * K + patches, mask=patches < K, other=0)
-        first_pair = tl.cumsum(total, 0) - total + pairs
-        tl.store(plan + PAIRS * K + patches, first_pair, mask=patches < K)
+        tl.store(plan + PAIRS * K + patches, tl.cumsum(total, 0) - total + pairs, mask=patches < K)
         pairs += tl.sum(total, 0)
         own = tl.cdiv(total, BM)
         begin = tl.cumsum(own, 0) - own + tiles
         tl.store(plan + TILES * K + patches, begin, mask=patches < K)
         for number in range(tl.max(own, 0)):
-            record = tile_records + 3 * (begin + number)
-            tl.store(record, patches, mask=number < own)
-            tl.store(record + 1, first_pair + number * BM, mask=number < own)
-            tl.store(record + 2, tl.minimum(total - number * BM, BM), mask=number < own)
+            tl.store(tile_patch + begin + number, patches, mask=number < own)
         tiles += tl.sum(own, 0)
         own = tl.cdiv(total, SEGMENT)
         begin = tl.cumsum(own, 0) - own + segments
@@ -429,15 +424,13 @@ def place(idx, histogram, plan, order, num_pairs, K: tl.constexpr):
 
 
 @triton.jit
-def tile_of(plan, most_segments, K: tl.constexpr):
-    """Whether this program has a tile; its patch, where its pairs are in `order`, and how many there are.
-
-    All is read at once: what a program without a tile reads is not looked at.
-    """
+def tile_of(plan, most_segments, K: tl.constexpr, BM: tl.constexpr):
+    """The patch of this program's tile, where its pairs are in `order`, and how many there are."""
     tile = tl.program_id(0)
-    record = plan + COUNTS * K + 2 + most_segments + 3 * tile
-    patch = tl.load(record).to(tl.int64)
-    return tile < tl.load(plan + COUNTS * K), patch, tl.load(record + 1), tl.load(record + 2)
+    patch = tl.load(plan + COUNTS * K + 2 + most_segments + tile).to(tl.int64)
+    before = (tile - tl.load(plan + TILES * K + patch)) * BM
+    count = tl.minimum(tl.load(plan + TOTALS * K + patch) - before, BM)
+    return patch, tl.load(plan + PAIRS * K + patch) + before, count
 
 
 @triton.jit
@@ -481,8 +474,8 @@ def decode(
     PRECISION: tl.constexpr,
 ):
     """y[pair] = w phi U, eqs. (5) and (6), for one tile."""
-    is_tile, patch, first, count = tile_of(plan, most_segments, K)
-    if is_tile:
+    if tl.program_id(0) < tl.load(plan + COUNTS * K):
+        patch, first, count = tile_of(plan, most_segments, K, BM)
         ranks = tl.arange(0, BM)
         is_pair = ranks < count
         pair = tl.load(order + first + ranks, mask=is_pair, other=0).to(tl.int64)
