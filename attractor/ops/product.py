@@ -31,10 +31,11 @@ WAVE = 264
 """Programs that keep a large GPU busy."""
 
 
-def gather_blocks(shape: Shape, most: int = 8192) -> dict[str, int]:
-    """A whole row of up to 1024 channels to a program, 16 bytes of it to a thread; and a few such rows."""
+def gather_blocks(shape: Shape, most: int = 8192, of_a_warp: int = 512) -> dict[str, int]:
+    """A whole row of up to 1024 channels to a program, and a few such rows: numbers of a block and a warp."""
     BD = min(1024, power(shape.d, 16))
-    return {"BR": min(power(shape.r), max(1, most // BD)), "BD": BD, "num_warps": max(1, min(4, BD // 256))}
+    warps = max(1, min(4, BD // of_a_warp))
+    return {"BR": min(power(shape.r), max(1, most // BD)), "BD": BD, "num_warps": warps}
 
 
 def route_blocks(
@@ -363,7 +364,7 @@ def product_bank_gradient(
     shape = Shape(n, d, U_Krd.shape[0], idx_nk.shape[1], r, grad_nd.dtype)
     spans = -(-pairs // launch.SPAN)
     part_U, part_gates = code_pr.new_empty(2 * spans, r * d), code_pr.new_empty(2 * spans, width)
-    blocks = gather_blocks(shape)
+    blocks = gather_blocks(shape, 2048, 256)
     sizes = {"D": d, "R": r, "W": width, "W_P": power(width), **blocks}
     outputs = (grad_U, grad_gates, part_U, part_gates)
     kernels.sum_runs[(pairs, -(-d // blocks["BD"]))](
