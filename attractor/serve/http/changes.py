@@ -78,7 +78,7 @@ class Changes:
 
     async def done(self, verb: Verb, *arguments: Any, **options: Any) -> dict[str, Any]:
         """The answer of the service; its errors as replies."""
-        if verb in TEACHING and not self.service.learning:
+        if not self.service.learning:
             raise Problem(409, "this server does not learn: start it with --learn", code="not_learning")
         try:
             return await asyncio.wrap_future(self.service.begin(verb, *arguments, **options))
