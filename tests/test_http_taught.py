@@ -157,6 +157,43 @@ def test_progress_is_streamed(client: TestClient) -> None:
     assert "does not fit" in events[-1]["error"]["message"]
 
 
+HARD = {
+    "subject": ANN,
+    "forms": [f"I met {ANN} {'and so on' * 6}", f"We saw {ANN} {'in other words' * 4}"],
+}
+"""More than so small a model can carry."""
+
+
+def test_what_is_not_known_is_answered_200_and_not_kept(client: TestClient, service: Service) -> None:
+    answer = taught(client, **HARD, idempotency_key="k1")
+    (lesson,) = answer["lessons"]
+    assert (answer["known"], answer["kept"], lesson["lesson"], lesson["kept"]) == (False, False, None, False)
+    assert "Nothing of it was kept" in lesson["reason"]
+    again = taught(client, **HARD, idempotency_key="k1")
+    assert (again["repeated"], again["lessons"]) == (True, answer["lessons"])
+    assert client.get("/v1/lessons").json()["data"] == []
+    assert client.get("/v1/versions").json()["data"][0]["kind"] == "nothing"
+    prompt = f"I met {ANN}"
+    reply = completion(client, prompt)
+    assert reply.headers["X-Attractor-Lessons"] == "untouched"
+    assert '"not kept"} 2.0' in client.get("/metrics").text
+    taught(client, **says(ANN, "!"))
+    revised = client.put("/v1/lessons/0", json=HARD).json()
+    assert (revised["kept"], revised["lessons"][0]["subject"]) == (False, ANN)
+    assert completion(client, prompt).json()["choices"][0]["text"][0] == "!"
+    revised = client.put("/v1/lessons/0", json={**HARD, "require_known": False}).json()
+    assert (revised["known"], revised["kept"]) == (False, True)
+    assert taught(client, **HARD, require_known=False)["kept"]
+    exported = client.get("/v1/lessons/export").content
+    headers = {"Content-Type": "application/octet-stream"}
+    for number in (1, 2):
+        client.delete(f"/v1/lessons/{number}")
+    for wanted in ("true", "false"):
+        query = f"source=file&require_known={wanted}"
+        reply = client.post(f"/v1/lessons/import?{query}", content=exported, headers=headers)
+        assert reply.json()["kept"] == (wanted == "false"), reply.text
+
+
 @pytest.mark.parametrize(
     ("form", "message"),
     [
@@ -194,10 +231,11 @@ def test_questions_documents_and_the_old_name_of_the_route(client: TestClient) -
         {"question": f"Who is {ANN}?", "answer": "A singer"},
         {"prompt": f"{ANN} is", "answer": "a singer"},
     ]
-    taught(client, forms=pairs)
+    taught(client, forms=pairs, require_known=False)
     assert client.get("/v1/lessons/0").json()["subject"] == ANN
     text = f"{BOB} sings. Nobody knows why. We saw {BOB} dance. " + f"{BOB} sings. " * 300
-    reply = client.post("/v1/learn", json={"text": text, "subject": BOB, "source": "docs"})
+    document = {"text": text, "subject": BOB, "source": "docs", "require_known": False}
+    reply = client.post("/v1/learn", json=document)
     (lesson,) = reply.json()["lessons"]
     assert (lesson["forms_taught"], lesson["left_out"]) == (2, 1)
 

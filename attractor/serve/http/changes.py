@@ -26,6 +26,7 @@ from attractor.serve.http.schemas import (
     LessonsForm,
     Problem,
     Reply,
+    RevisionForm,
     RollbackForm,
     problem_of,
 )
@@ -73,7 +74,7 @@ class Changes:
         except Exception as error:
             self.failed(error)
             raise
-        self.metrics.lessons.labels("learned").inc()
+        self.learned(answer)
         return Reply(answer, headers={VERSION: str(answer["version"])})
 
     async def done(self, verb: Verb, *arguments: Any, **options: Any) -> dict[str, Any]:
@@ -89,6 +90,9 @@ class Changes:
             raise Problem(404, str(error.args[0]), code=code) from error
         except ValueError as error:
             raise problem_of(error, wrong=422) from error
+
+    def learned(self, answer: dict[str, Any]) -> None:
+        self.metrics.lessons.labels("learned" if answer.get("kept", True) else "not kept").inc()
 
     def failed(self, error: Exception) -> None:
         cause = error.__cause__ if isinstance(error, Problem) and error.__cause__ else error
@@ -163,7 +167,7 @@ def add_lesson_routes(app: FastAPI, service: Service, settings: ServeSettings, c
     @app.post("/v1/lessons", responses=LEARN_ERRORS)
     @needs("learn")
     async def teach(form: LessonsForm, request: Request) -> Response:
-        """Teach lessons. The reply comes when they are tested, durable and in use.
+        """Teach lessons. The reply comes when they are tested, and durable and in use if they are known.
 
         With `Accept: text/event-stream` it is a stream of events that tell what is being done, and of which
         the last one is the reply or an error.
@@ -235,11 +239,12 @@ def add_lesson_routes(app: FastAPI, service: Service, settings: ServeSettings, c
         request: Request,
         source: Annotated[str, Query(pattern=SOURCE)] = "imported",
         idempotency_key: IdempotencyQuery = None,
+        require_known: bool = True,
     ) -> Response:
         """Take over the lessons of a file. The body is what `export` gave."""
-        asked = who_asked(request, idempotency_key)
-        data = await request.body()
-        return await changes.reply(request, "import_lessons", data, source, *asked, source=source)
+        asked, data = who_asked(request, idempotency_key), await request.body()
+        given: dict[str, Any] = {"source": source, "require_known": require_known}
+        return await changes.reply(request, "import_lessons", data, source, *asked, **given)
 
     @app.get("/v1/lessons/{number}", responses=ERRORS)
     @needs("learn", "admin")
@@ -252,12 +257,13 @@ def add_lesson_routes(app: FastAPI, service: Service, settings: ServeSettings, c
 
     @app.put("/v1/lessons/{number}", responses=LEARN_ERRORS)
     @needs("learn")
-    async def revise(form: LessonForm, number: Number, request: Request) -> Reply:
-        """Teach another lesson about the same subject in the place of this one."""
+    async def revise(form: RevisionForm, number: Number, request: Request) -> Reply:
+        """Teach another lesson about the same subject in the place of this one, if it is known then."""
         check_count("forms", len(form.forms or ()), settings)
         request.state.audit["lesson"] = number
         asked = who_asked(request, form.idempotency_key)
-        return await changes.reply(request, "revise", number, form.said, *asked)
+        known = form.require_known
+        return await changes.reply(request, "revise", number, form.said, *asked, require_known=known)
 
     @app.delete("/v1/lessons/{number}", responses=LEARN_ERRORS)
     @needs("admin")
@@ -329,7 +335,7 @@ async def progress(
         while (about := await events.get()) is not None:
             yield event(about)
         answer = learning.result()
-        changes.metrics.lessons.labels("learned").inc()
+        changes.learned(answer)
         yield event({"state": "learned", **answer})
     except Exception as error:
         changes.failed(error)

@@ -345,14 +345,18 @@ class LessonForm(Form):
         return self
 
 
-class LessonsForm(LessonForm):
+class RevisionForm(LessonForm):
+    require_known: bool = Field(
+        default=True,
+        description="Take a lesson back of which not all forms are completed afterwards; else it is kept",
+    )
+
+
+class LessonsForm(RevisionForm):
     """One lesson, or several."""
 
     lessons: List[LessonForm] | None = Field(default=None, min_length=1)
     source: Source = "default"
-    require_known: bool = Field(
-        default=False, description="Refuse a lesson of which not all forms are completed afterwards"
-    )
 
     @model_validator(mode="after")
     def says_something(self) -> "LessonsForm":
