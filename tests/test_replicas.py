@@ -76,6 +76,15 @@ def test_a_lesson_taught_to_one_is_known_by_both(pair: tuple[Service, Service]) 
     assert [service.monitor()["overlays"].keys() for service in pair] == 2 * [{"wiki", "news"}]
 
 
+def of_another(service: Service) -> bytes:
+    """A file that says something that this server does not know."""
+    version = service.version
+    service.learn([about(EVE, "!")], "file")
+    data = service.export_lessons([max(entry["lesson"] for entry in service.lessons())])
+    service.rollback(version)
+    return data
+
+
 CHANGES: dict[str, Callable[[Service], Any]] = {
     "forget one": lambda service: service.forget_lessons([0]),
     "forget what another stands on": lambda service: service.forget("wiki"),
@@ -88,7 +97,7 @@ CHANGES: dict[str, Callable[[Service], Any]] = {
     ),
     "rollback": lambda service: service.rollback(2),
     "rollback to the base": lambda service: service.rollback(0),
-    "import": lambda service: service.begin("import_lessons", service.export_lessons([1]), "again").result(),
+    "import": lambda service: service.begin("import_lessons", of_another(service), "again").result(),
 }
 
 

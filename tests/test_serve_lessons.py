@@ -732,6 +732,17 @@ def test_lessons_go_to_another_server_with_the_same_base(service: Service, tmp_p
         ):
             with pytest.raises(ValueError, match=message):
                 other.begin("import_lessons", wrong, "wiki").result()
+        was, version = bits(other), other.version
+        again = other.begin("import_lessons", data, "wiki").result()
+        assert (again["lessons"], again["already_taught"], again["learned_again"]) == ([], 2, 0)
+        assert (again["known"], again["kept"], again["version"]) == (True, True, version)
+        assert (bits(other), other.version) == (was, version)
+        keyed = other.begin("import_lessons", data, "wiki", "k1", "sender").result()
+        assert other.begin("import_lessons", data, "wiki", "k1", "sender").result()["repeated"]
+        assert (keyed["already_taught"], keyed["version"]) == (2, version + 1)
+        other.forget_lessons([one["lesson"] for one in answer["lessons"] if one["subject"] == BOB])
+        third = other.begin("import_lessons", data, "wiki").result()  # of what was forgotten
+        assert ([one["subject"] for one in third["lessons"]], third["already_taught"]) == ([BOB], 1)
     with pytest.raises(LookupError, match="there is no lesson 9"):
         teacher.export_lessons([9])
 

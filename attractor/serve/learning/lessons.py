@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, cast
@@ -318,7 +318,8 @@ class LessonTeacher(Teacher):
         """Take over the lessons of a file, as they are where nothing is known of their subjects here.
 
         The others are learned again, from what they say, and so are all of them where background was measured
-        on other text or another machine. What is not known is left out, unless that may be.
+        on other text or another machine. What is not known is left out, unless that may be, and so is what a
+        lesson here says already.
         """
         calibration, deltas = unpack(data, self._base_hash)
         may_be_unknown = [] if require_known else ["known or not"]
@@ -333,7 +334,11 @@ class LessonTeacher(Teacher):
             for number, lesson in lessons.items()
             if number not in replaced
         }
-        self._count_tokens(list(what.values()), source)
+        said = self._said()
+        already = {n for n, each in what.items() if said[each.subject.casefold()].issuperset(each.forms)}
+        what = {number: each for number, each in what.items() if number not in already}
+        if what or not already:
+            self._count_tokens(list(what.values()), source)
         is_same = calibration == self.calibration_hash
         as_they_are = {n for n, each in what.items() if is_same and each.subject.casefold() not in here}
         again = [each for number, each in what.items() if number not in as_they_are]
@@ -350,9 +355,24 @@ class LessonTeacher(Teacher):
             verdict = self._judge(new)
             fields = [{"tokens": self._tokens_in(lesson)} for lesson in learned]
             changes, told = self._told(learned, source, fields)
-            more = {"source": source, "canaries": verdict.figures, "learned_again": len(again)}
+            more = {
+                "source": source,
+                "canaries": verdict.figures,
+                "learned_again": len(again),
+                "already_taught": len(already),
+            }
             answer = self._commit_lessons(changes, asked, more, told)
         return self._learned(changes, verdict, answer, [lesson.subject for lesson in learned])
+
+    def _said(self) -> defaultdict[str, set[tuple[str, str]]]:
+        """What the lessons say that stand here, by their subjects; of any other subject nothing is said."""
+        entries = self.catalogue.entries
+        replaced = {old for entry in entries.values() for old in entry["overrides"]}
+        found: defaultdict[str, set[tuple[str, str]]] = defaultdict(set)
+        for number in entries.keys() - replaced:
+            lesson = self.lessons.lessons[number]
+            found[lesson.subject.casefold()].update(lesson.forms + lesson.taken_in)
+        return found
 
     def _put_in_anew(self, deltas: Sequence[Delta], new: list[int]) -> None:
         """Lessons of another server under new numbers, in patches that are free here."""
