@@ -211,6 +211,9 @@ def test_what_is_not_known_is_answered_200_and_not_kept(client: TestClient, serv
         ({"forms": ["a b"] * 300, "subject": "a"}, "at most 256"),
         ({"text": "".join(f"Ann sang {n}. " for n in range(300)), "subject": "Ann"}, "at most 256"),
         ({"text": "Ann sang " + "la " * 40_000, "subject": "Ann"}, "a lesson may have 65,536"),
+        ({"text": "Ann " * 300_000}, "1,200,000 characters; at most 1,048,576"),
+        ({"forms": [["Ann " * 200_000, "x"], "Ann " * 100_000], "subject": "Ann"}, "1,200,001 characters"),
+        ({"lessons": [{"text": "Ann " * 200_000}] * 2}, "1,600,000 characters"),
         ({"lessons": [{"text": "x", "forms": ["x"]}]}, "give either 'text'"),
         ({"text": "x y", "subject": "y", "source": "no/path"}, "source"),
         ({"forms": ["x"], "subject": "x"}, "nothing follows the subject"),
@@ -223,6 +226,19 @@ def test_lessons_that_make_no_sense(client: TestClient, service: Service, form: 
     assert reply.status_code == 422
     assert message in reply.json()["error"]["message"]
     assert len(reply.content) < 1000
+    assert service.version == 1
+
+
+def test_a_revision_and_times_that_make_no_sense(client: TestClient, service: Service) -> None:
+    long = client.put("/v1/lessons/0", json={"text": "Ann " * 300_000})
+    assert (long.status_code, "1,200,000 characters" in long.text) == (422, True)
+    for time in ("0001-01-01T00:00:00+23:59", "9999-12-31T23:59:59-23:59"):
+        for method in ("GET", "DELETE"):
+            reply = client.request(method, "/v1/lessons", params={"after": time})
+            assert (reply.status_code, "outside the years" in reply.text) == (422, True)
+    for body in (b'{"text": "Ann \xff is"}', '{"text": "Zoé is"}'.encode("latin-1"), b"\x1f\x8b\x08"):
+        reply = client.post("/v1/lessons", content=body, headers={"Content-Type": "application/json"})
+        assert (reply.status_code, reply.json()["error"]["message"]) == (400, "the body is not JSON in UTF-8")
     assert service.version == 1
 
 

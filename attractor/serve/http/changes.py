@@ -259,7 +259,7 @@ def add_lesson_routes(app: FastAPI, service: Service, settings: ServeSettings, c
     @needs("learn")
     async def revise(form: RevisionForm, number: Number, request: Request) -> Reply:
         """Teach another lesson about the same subject in the place of this one, if it is known then."""
-        check_count("forms", len(form.forms or ()), settings)
+        await run_in_threadpool(check_sizes, [form], settings)
         request.state.audit["lesson"] = number
         asked = who_asked(request, form.idempotency_key)
         known = form.require_known
@@ -286,12 +286,15 @@ def in_utc(time: datetime | None) -> str | None:
     if time is None:
         return None
     aware = time if time.tzinfo else time.replace(tzinfo=UTC)
-    return aware.astimezone(UTC).isoformat(timespec="milliseconds")
+    try:
+        return aware.astimezone(UTC).isoformat(timespec="milliseconds")
+    except OverflowError as error:
+        raise Problem(422, f"{time.isoformat()} lies outside the years 1 to 9999 of UTC") from error
 
 
 def read_lessons(forms: Sequence[LessonForm], settings: ServeSettings) -> list[Asked]:
     """What is asked for, or the reason why it makes no sense."""
-    check_count("forms", max(len(forms), sum(len(form.forms or ()) for form in forms)), settings)
+    check_sizes(forms, settings)
     sentences = sum(len(sentences_of(form.text)) for form in forms if form.text is not None)
     if sentences > MOST_SENTENCES * settings.max_texts:
         most = MOST_SENTENCES * settings.max_texts
@@ -302,6 +305,20 @@ def read_lessons(forms: Sequence[LessonForm], settings: ServeSettings) -> list[A
         raise Problem(422, str(error), param="forms") from error
     check_count("text", sum(len(each.forms) for each in what), settings)
     return what
+
+
+def check_sizes(forms: Sequence[LessonForm], settings: ServeSettings) -> None:
+    """What is too much is not even taken apart into words."""
+    check_count("forms", max(len(forms), sum(len(form.forms or ()) for form in forms)), settings)
+    texts = (text for form in forms for said in (form.text, *(form.said.forms or ())) for text in parts(said))
+    characters = sum(map(len, texts))
+    if characters > settings.max_lesson_characters:
+        most = settings.max_lesson_characters
+        raise Problem(422, f"{characters:,} characters; at most {most:,}: teach it in pieces", param="text")
+
+
+def parts(said: str | tuple[str, str] | None) -> tuple[str, ...]:
+    return said if isinstance(said, tuple) else (said or "",)
 
 
 def check_count(param: str, count: int, settings: ServeSettings) -> None:

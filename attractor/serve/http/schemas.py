@@ -135,7 +135,10 @@ def add_error_replies(app: FastAPI) -> None:
 
     async def explain_http(request: Request, error: Exception) -> Reply:
         assert isinstance(error, HTTPException)
-        return Problem(error.status_code, str(error.detail), headers=error.headers).reply()
+        detail = str(error.detail)
+        if isinstance(error.__cause__, UnicodeDecodeError):
+            detail = "the body is not JSON in UTF-8"
+        return Problem(error.status_code, detail, headers=error.headers).reply()
 
     async def explain_form(request: Request, error: Exception) -> Reply:
         assert isinstance(error, RequestValidationError)
