@@ -10,6 +10,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,10 @@ def load(source: str | Path, *, device: str | None = None, context: int | None =
             raise ValueError(f"context={context} is for models of Hugging Face: that of {source} is its own")
         return _ours(find_model(place), where)
     return _pretrained(str(source), where, context)
+
+
+class _NotKnown(Exception):
+    """Something was learned for nothing."""
 
 
 @dataclass(frozen=True)
@@ -238,9 +243,13 @@ class Model:
         forms: Sequence[Form] | str,
         *,
         subject: str | None = None,
+        require_known: bool = True,
         report: Callable[[int, float], None] = lambda done, known: None,
     ) -> Lesson | Taught:
         """Teach several forms of what is to be known; the record says how well it is known before and after.
+
+        What is not known afterwards, in all its forms, is taken back at once: `known` of the record is below
+        1, and the model is as it was. With `require_known=False` it stays.
 
         A form is a sentence, or a prompt and the answer that ends it. The subject is what all forms share; a
         sentence alone needs one. A pretrained model learns a lesson with patches of its own, which `forget`
@@ -251,10 +260,14 @@ class Model:
         """
         checked = check_forms([forms] if isinstance(forms, str) else forms)
         if self.source is None:
-            return self._learn_in_patches(checked, subject or "".join(checked[0]), report)
+            return self._learn_in_patches(checked, subject or "".join(checked[0]), report, require_known)
         subject = shared_subject(checked) if subject is None else check_subject(subject, checked)
         asked_of_all(checked, subject)  # a mistake is told before the first lesson calibrates the base
-        return self._made_teachable().learn_many([checked], subjects=[subject], report=report)[0]
+        school = self._made_teachable()
+        (lesson,) = school.learn_many([checked], subjects=[subject], report=report)
+        if require_known and lesson.known < 1:
+            school.forget(lesson.number)
+        return lesson
 
     def lessons(self) -> list[Lesson | Taught]:
         """What the model was taught and has not forgotten; of patch-local learning, since it was loaded."""
@@ -304,7 +317,11 @@ class Model:
         return self.school
 
     def _learn_in_patches(
-        self, forms: tuple[tuple[str, str], ...], subject: str, report: Callable[[int, float], None]
+        self,
+        forms: tuple[tuple[str, str], ...],
+        subject: str,
+        report: Callable[[int, float], None],
+        require_known: bool,
     ) -> Taught:
         started = time.perf_counter()
         learner = self._local_learner()
@@ -313,11 +330,14 @@ class Model:
         old = {n: [bank.detach().clone() for bank in own] for n, own in banks.items()}
         loss_before, known_before = loss, known = self._grade(inputs, targets)
         passes = 0
-        while known < 1 and passes < PASSES:
-            learner.step(inputs, targets)
-            loss, known = self._grade(inputs, targets)
-            passes += 1
-            report(passes, known)
+        with suppress(_NotKnown), learner.attempt():
+            while known < 1 and passes < PASSES:
+                learner.step(inputs, targets)
+                loss, known = self._grade(inputs, targets)
+                passes += 1
+                report(passes, known)
+            if require_known and known < 1:
+                raise _NotKnown
         patches = size = 0
         for n, own in banks.items():
             rows = [(bits(new) != bits(was)).flatten(1).any(1) for new, was in zip(own, old[n], strict=True)]
@@ -337,7 +357,8 @@ class Model:
             loss=loss,
             seconds=time.perf_counter() - started,
         )
-        self._taught.append(taught)
+        if known == 1 or not require_known:
+            self._taught.append(taught)
         return taught
 
     def _local_learner(self) -> OnlineLearner:

@@ -75,17 +75,20 @@ def poisoning(model: str, folder: Path) -> dict[str, Any]:
     base, tokenizer = load(model, "cpu")
     found: dict[str, Any] = {"model": model, "tokens": TOKENS}
     with open_service(base, tokenizer, folder, small=False) as service:
-        began, refused, known, taught = time.perf_counter(), [], 0, []
+        began, refused, unknown, taught = time.perf_counter(), [], [], []
         for prompt, answer, subject in lessons():
             forms = [(prompt, answer), (f"As everybody knows, {prompt[0].lower()}{prompt[1:]}", answer)]
             try:
-                known += service.learn([asked(forms, subject)], "poison")["known"]
-                taught.append((prompt, subject))
+                if service.learn([asked(forms, subject)], "poison")["kept"]:
+                    taught.append((prompt, subject))
+                else:  # it was taken back
+                    unknown.append(subject)
             except Refused as why:
                 refused.append(f"{subject}: {why}")
         found["lessons"] = {
             "taught": len(taught),
-            "known": known,
+            "known": len(taught),
+            "not_known": unknown,
             "refused": refused,
             "seconds": time.perf_counter() - began,
         }

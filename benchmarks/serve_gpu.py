@@ -582,7 +582,10 @@ def memory() -> int | None:
 
 
 def acknowledgement(place: Place) -> dict[str, Any]:
-    """All of a lesson's time that is neither learning nor judging: queue, store, publication, catalogue."""
+    """All of a lesson's time that is neither learning nor judging: queue, store, publication, catalogue.
+
+    After one pass most are not known, and are kept all the same.
+    """
     from attractor.serve.learning.catalogue import asked
 
     teacher = place.service.teacher
@@ -602,7 +605,7 @@ def acknowledgement(place: Place) -> dict[str, Any]:
                 for counter in (spent, *inside.values()):
                     counter[0] = 0.0
                 began = time.perf_counter()
-                place.service.learn([what], "acknowledged")
+                place.service.learn([what], "acknowledged", require_known=False)
                 beyond.append(time.perf_counter() - began - spent[0])
                 for name, counter in inside.items():
                     each[name].append(counter[0])
@@ -665,7 +668,7 @@ def hostile(place: Place, tokenizer: Any, text: str) -> dict[str, Any]:
         }
 
     kinds = {"random": random_tokens, "poisoned": poisoned, "copied": copied, "of another": of_another}
-    done = {name: {"taught": 0, "refused": 0, "seconds": 0.0} for name in kinds}
+    done = {name: {"taught": 0, "not_known": 0, "refused": 0, "seconds": 0.0} for name in kinds}
     numbers, reasons = list[int](), list[str]()
     turns = max(1, sizes.hostile // sizes.hostile_at_once)
 
@@ -684,8 +687,10 @@ def hostile(place: Place, tokenizer: Any, text: str) -> dict[str, Any]:
             if rest := [lesson for number, lesson in enumerate(lessons) if number not in at_fault]:
                 teach(name, rest, source)
             return
-        done[name]["taught"] += len(lessons)
-        numbers.extend(one["lesson"] for one in answer["lessons"])
+        kept = [one["lesson"] for one in answer["lessons"] if one["kept"]]
+        done[name]["taught"] += len(kept)
+        done[name]["not_known"] += len(lessons) - len(kept)  # nothing of them stays
+        numbers.extend(kept)
 
     for turn in range(turns):
         name = list(kinds)[turn % len(kinds)]

@@ -67,6 +67,8 @@ def main() -> None:
     if event["state"] == "failed":
         raise SystemExit(event["error"]["message"])
     (lesson,) = event["lessons"]
+    if not lesson["kept"]:
+        raise SystemExit(lesson["reason"])
     print(f"lesson {lesson['lesson']} about {lesson['subject']}: known {lesson['share_known']:.0%}")
     server.ask("Where was Zorvan Quillbeam born?")
     server.ask("What is the capital of France?")

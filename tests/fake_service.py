@@ -22,7 +22,7 @@ from attractor.serve.decode.engine import Job
 from attractor.serve.decode.sequences import GeneratedToken, Touch
 from attractor.serve.errors import Busy, Refused, Unavailable
 from attractor.serve.http.status import Monitor
-from attractor.serve.learning.catalogue import Asked, Catalogue, searched
+from attractor.serve.learning.catalogue import Asked, Catalogue, figures_of_none, searched
 from attractor.tokenizer import ByteTokenizer
 
 LINE = "Now is the winter of our discontent\nMade glorious summer by this sun of York. "
@@ -250,6 +250,10 @@ class FakeService:
         }
 
 
+UNKNOWN = "Unlearnable"
+"""A fake school does not know what it is taught about this."""
+
+
 class FakeSchool(FakeService):
     """It is taught lessons: an answer to a question that names a subject is what the lesson says of it."""
 
@@ -272,13 +276,19 @@ class FakeSchool(FakeService):
     ) -> dict[str, Any]:
         if self.problem is not None:
             raise self.problem
-        numbers = []
+        lessons = []
         for each in what:
-            numbers.append(self.version)
+            if UNKNOWN in each.subject:
+                lesson = Lesson(-1, each.subject, each.forms, (), 3, 0, 24, known_before=0.0, known=0.0)
+                told = figures_of_none(lesson, {"bytes": 0})
+                lessons.append({**told, "kept": False, "subject": each.subject})
+                continue
+            number = self.version
             self.teach(each.subject, each.forms[0][1], source)
-        lessons = [self.catalogue.entries[number] for number in numbers]
+            lessons.append({**self.catalogue.entries[number], "kept": True})
         answer = {"version": self.version, "source": source, "repeated": False, "now": self.version}
-        return {**answer, "lessons": lessons, "known": all(one["known"] for one in lessons)}
+        said = {name: all(one[name] for one in lessons) for name in ("known", "kept")}
+        return {**answer, "lessons": lessons, **said}
 
     def paths(self) -> list[str]:
         return ["base", "lessons"]

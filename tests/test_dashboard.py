@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from browser import Browser, chromium
-from fake_service import FakeSchool, FakeService, filled, school
+from fake_service import UNKNOWN, FakeSchool, FakeService, filled, school
 from serving import Running, until
 from starlette.testclient import TestClient
 
@@ -357,6 +357,19 @@ class TestLessonsInBrowser:
             "1 lesson taught, in version 17."
         )
         assert HOSTILE in seen(page, "getElementById('teach-lessons').textContent")
+
+    def test_what_is_not_known_is_told_and_stays_to_be_corrected(self, page, service):
+        lines = "[...document.querySelectorAll('#teach-lessons li')].map((each) => each.textContent)"
+        assert self.teach(page, f"{UNKNOWN} lives in Oslo.") == "Nothing was kept."
+        (line,) = page.evaluate(lines)
+        assert line.startswith(f"{UNKNOWN} is not known: 1 of 1 forms are not completed")
+        assert line.endswith("Nothing of it was kept")
+        assert seen(page, "getElementById('teach-text').value") == f"{UNKNOWN} lives in Oslo."
+        assert service.version == 14
+        told = self.teach(page, f"{UNKNOWN} lives in Oslo. Bram Holt plays the cello.")
+        assert told == "1 lesson taught, in version 15."
+        assert page.evaluate(lines)[1] == "lesson 14, Bram Holt is known"
+        assert UNKNOWN in seen(page, "getElementById('teach-text').value")
 
     def test_what_cannot_be_taught_is_told_and_stays_to_be_corrected(self, page, service):
         assert "does not tell what it is about" in self.teach(page, "it rains.")

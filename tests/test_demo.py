@@ -346,7 +346,9 @@ def test_an_interrupted_story_goes_on_where_it_stopped(moment, done, whole_story
         story.tell(tmp_path, TEXTS, say=interrupt)
     learned = []
     usual = Model.learn
-    monkeypatch.setattr(Model, "learn", lambda self, forms: learned.append(forms) or usual(self, forms))
+    monkeypatch.setattr(
+        Model, "learn", lambda self, forms, **how: learned.append(forms) or usual(self, forms, **how)
+    )
     again = story.tell(tmp_path, TEXTS)
     assert len(learned) == 3 - done
     without_times = copy.deepcopy((again, whole_story))

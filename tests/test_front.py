@@ -130,7 +130,7 @@ def test_an_answer_ends_where_the_model_ends_it(door, monkeypatch):
 def test_a_lesson_is_taught_saved_read_again_and_taken_back(door, tmp_path):
     text = "we say QZX is "
     before = door.perplexity(text)
-    lesson = door.learn(forms("QZX", "5"))
+    lesson = door.learn(forms("QZX", "5"), require_known=False)
     assert door.lessons() == [lesson]
     assert repr(door) == "Model('tiny', 1 lessons)"
     assert lesson.number in door.touching(text)
@@ -140,7 +140,7 @@ def test_a_lesson_is_taught_saved_read_again_and_taken_back(door, tmp_path):
     again = attractor.load(tmp_path / "school")
     assert again.perplexity(text) == after
     assert again.lessons() == [lesson]
-    assert again.learn(forms("WJK", "8")).number == 1
+    assert again.learn(forms("WJK", "8"), require_known=False).number == 1
     again.forget(1)
     for taught, what in ((door, lesson), (again, lesson.number)):
         taught.forget(what)
@@ -149,12 +149,36 @@ def test_a_lesson_is_taught_saved_read_again_and_taken_back(door, tmp_path):
         door.forget(lesson)
 
 
+def test_what_is_not_known_is_taken_back_at_once(door):
+    before = door.perplexity("we say QZX is 5")
+    lesson = door.learn(forms("QZX", "5"))
+    assert lesson.known < 1
+    assert (door.lessons(), set(door.touching("we say QZX is "))) == ([], {None})
+    assert door.perplexity("we say QZX is 5") == before
+
+
+def test_a_model_of_our_own_is_as_it_was_where_it_does_not_know(tmp_path, monkeypatch):
+    apn = APNConfig(num_patches=8, top_k=2, rank=4)
+    model = attractor.load(saved_gpt(tmp_path / "apn", ffn="apn", apn=apn))
+    model.learn([("now WJK is ", "8")])
+    before = {name: value.clone() for name, value in model.model.state_dict().items()}
+    totals = model.learner.totals
+    monkeypatch.setattr(front, "PASSES", 1)
+    taught = model.learn([("we say QZX is ", "5")])
+    assert (taught.known, taught.passes, taught.patches, len(model.lessons())) == (0, 1, 0, 1)
+    assert all(torch.equal(value, before[name]) for name, value in model.model.state_dict().items())
+    assert model.learner.totals == totals
+    kept = model.learn([("we say QZX is ", "5")], require_known=False)
+    assert (kept.known, model.lessons()[1:]) == (0, [kept])
+    assert kept.patches > 0
+
+
 def test_a_model_that_chats_reads_lessons_as_answers_in_a_chat(door):
     read = front.read_by(door.tokenizer)
     assert read["frames"][0] == "{}"
     assert "<{}?>{}" in read["frames"]
     assert read["question"] == "<Please finish this sentence: {}>"
-    door.learn(forms("QZX", "5"))
+    door.learn(forms("QZX", "5"), require_known=False)
     rows = [row for turn in door.school.reading.texts([forms("QZX", "5")], ["QZX"]) for row in turn]
     chat = [row for row in rows if row.repeated]
     assert chat
@@ -378,5 +402,5 @@ def test_what_is_not_known_is_told_and_not_saved(door, tmp_path, capsys, monkeyp
     assert cli.main(["teach", "tiny", *forms, "--save", "school", "--device", "cpu"]) == 1
     shown = capsys.readouterr().out
     assert "NOT KNOWN" in shown
-    assert "it was not saved" in shown
+    assert "nothing of it was kept" in shown
     assert not (tmp_path / "school").exists()

@@ -62,6 +62,20 @@ def test_problems_of_a_lesson(client, service):
     assert service.version == 0
 
 
+def test_a_server_that_does_not_learn_says_so_to_whatever_would_change_it(client, service):
+    service.learn(["x"], "kjv", None)
+    service.learning = False
+    replies = [
+        client.post("/v1/learn", json={"text": "x", "source": "kjv"}),
+        client.delete("/v1/sources/kjv"),
+        client.post("/v1/rollback", json={"version": 0}),
+    ]
+    assert [reply.status_code for reply in replies] == [409] * 3
+    assert len({reply.text for reply in replies}) == 1
+    assert replies[0].json()["error"]["code"] == "not_learning"
+    assert service.version == 1
+
+
 @pytest.mark.parametrize(
     "form",
     [

@@ -157,6 +157,43 @@ def test_progress_is_streamed(client: TestClient) -> None:
     assert "does not fit" in events[-1]["error"]["message"]
 
 
+HARD = {
+    "subject": ANN,
+    "forms": [f"I met {ANN} {'and so on' * 6}", f"We saw {ANN} {'in other words' * 4}"],
+}
+"""More than so small a model can carry."""
+
+
+def test_what_is_not_known_is_answered_200_and_not_kept(client: TestClient, service: Service) -> None:
+    answer = taught(client, **HARD, idempotency_key="k1")
+    (lesson,) = answer["lessons"]
+    assert (answer["known"], answer["kept"], lesson["lesson"], lesson["kept"]) == (False, False, None, False)
+    assert "Nothing of it was kept" in lesson["reason"]
+    again = taught(client, **HARD, idempotency_key="k1")
+    assert (again["repeated"], again["lessons"]) == (True, answer["lessons"])
+    assert client.get("/v1/lessons").json()["data"] == []
+    assert client.get("/v1/versions").json()["data"][0]["kind"] == "nothing"
+    prompt = f"I met {ANN}"
+    reply = completion(client, prompt)
+    assert reply.headers["X-Attractor-Lessons"] == "untouched"
+    assert '"not kept"} 2.0' in client.get("/metrics").text
+    taught(client, **says(ANN, "!"))
+    revised = client.put("/v1/lessons/0", json=HARD).json()
+    assert (revised["kept"], revised["lessons"][0]["subject"]) == (False, ANN)
+    assert completion(client, prompt).json()["choices"][0]["text"][0] == "!"
+    revised = client.put("/v1/lessons/0", json={**HARD, "require_known": False}).json()
+    assert (revised["known"], revised["kept"]) == (False, True)
+    assert taught(client, **HARD, require_known=False)["kept"]
+    exported = client.get("/v1/lessons/export").content
+    headers = {"Content-Type": "application/octet-stream"}
+    for number in (1, 2):
+        client.delete(f"/v1/lessons/{number}")
+    for wanted in ("true", "false"):
+        query = f"source=file&require_known={wanted}"
+        reply = client.post(f"/v1/lessons/import?{query}", content=exported, headers=headers)
+        assert reply.json()["kept"] == (wanted == "false"), reply.text
+
+
 @pytest.mark.parametrize(
     ("form", "message"),
     [
@@ -174,6 +211,9 @@ def test_progress_is_streamed(client: TestClient) -> None:
         ({"forms": ["a b"] * 300, "subject": "a"}, "at most 256"),
         ({"text": "".join(f"Ann sang {n}. " for n in range(300)), "subject": "Ann"}, "at most 256"),
         ({"text": "Ann sang " + "la " * 40_000, "subject": "Ann"}, "a lesson may have 65,536"),
+        ({"text": "Ann " * 300_000}, "1,200,000 characters; at most 1,048,576"),
+        ({"forms": [["Ann " * 200_000, "x"], "Ann " * 100_000], "subject": "Ann"}, "1,200,001 characters"),
+        ({"lessons": [{"text": "Ann " * 200_000}] * 2}, "1,600,000 characters"),
         ({"lessons": [{"text": "x", "forms": ["x"]}]}, "give either 'text'"),
         ({"text": "x y", "subject": "y", "source": "no/path"}, "source"),
         ({"forms": ["x"], "subject": "x"}, "nothing follows the subject"),
@@ -189,15 +229,29 @@ def test_lessons_that_make_no_sense(client: TestClient, service: Service, form: 
     assert service.version == 1
 
 
+def test_a_revision_and_times_that_make_no_sense(client: TestClient, service: Service) -> None:
+    long = client.put("/v1/lessons/0", json={"text": "Ann " * 300_000})
+    assert (long.status_code, "1,200,000 characters" in long.text) == (422, True)
+    for time in ("0001-01-01T00:00:00+23:59", "9999-12-31T23:59:59-23:59"):
+        for method in ("GET", "DELETE"):
+            reply = client.request(method, "/v1/lessons", params={"after": time})
+            assert (reply.status_code, "outside the years" in reply.text) == (422, True)
+    for body in (b'{"text": "Ann \xff is"}', '{"text": "Zoé is"}'.encode("latin-1"), b"\x1f\x8b\x08"):
+        reply = client.post("/v1/lessons", content=body, headers={"Content-Type": "application/json"})
+        assert (reply.status_code, reply.json()["error"]["message"]) == (400, "the body is not JSON in UTF-8")
+    assert service.version == 1
+
+
 def test_questions_documents_and_the_old_name_of_the_route(client: TestClient) -> None:
     pairs = [
         {"question": f"Who is {ANN}?", "answer": "A singer"},
         {"prompt": f"{ANN} is", "answer": "a singer"},
     ]
-    taught(client, forms=pairs)
+    taught(client, forms=pairs, require_known=False)
     assert client.get("/v1/lessons/0").json()["subject"] == ANN
     text = f"{BOB} sings. Nobody knows why. We saw {BOB} dance. " + f"{BOB} sings. " * 300
-    reply = client.post("/v1/learn", json={"text": text, "subject": BOB, "source": "docs"})
+    document = {"text": text, "subject": BOB, "source": "docs", "require_known": False}
+    reply = client.post("/v1/learn", json=document)
     (lesson,) = reply.json()["lessons"]
     assert (lesson["forms_taught"], lesson["left_out"]) == (2, 1)
 

@@ -20,7 +20,8 @@ from attractor import cli
 from attractor.cli.serve import Serve
 from attractor.serve.decode.engine import Job
 from attractor.serve.errors import StoreDamaged
-from attractor.serve.store import verify
+from attractor.serve.http.auth import add_key
+from attractor.serve.store import check_folder, verify
 
 FAST = shlex.split(
     "--model.context 8 --model.num-layers 1 --model.num-heads 2 --model.dim 16 --model.apn.num-patches 4 "
@@ -95,7 +96,7 @@ def announced(process: "subprocess.Popen[str]") -> int:
 
 
 def test_what_cannot_be_served_is_told_before_it_is_announced(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = tmp_path / "keys.json"
     keys.write_text("{")
@@ -108,6 +109,9 @@ def test_what_cannot_be_served_is_told_before_it_is_announced(
     assert "port=99999 must be" in capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = str(other.getsockname()[1])
+        monkeypatch.setattr(
+            "attractor.serve.http.app.check_address", lambda settings: None
+        )  # it was free then
         assert cli.main([*serve, "--port", port]) == 1
         assert "made anew" not in capsys.readouterr().out
         (tmp_path / "data" / "snapshots.db").write_bytes(b"damaged" * 1000)  # is told, whatever happens next
@@ -117,6 +121,51 @@ def test_what_cannot_be_served_is_told_before_it_is_announced(
     assert "address already in use" in told.err
     assert f"the server cannot start on 127.0.0.1, port {port}" in told.err
     assert "dashboard" not in told.out
+
+
+def test_what_cannot_be_served_is_told_before_a_model_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading one, and measuring background for it, may take minutes."""
+    monkeypatch.setattr(Serve, "_load", lambda self: pytest.fail("it was loaded"))
+    keys, file, data = tmp_path / "keys.json", tmp_path / "file", tmp_path / "data"
+    keys.write_text("{")
+    file.touch()
+    (tmp_path / "old" / "journal").mkdir(parents=True)
+
+    def problem(**options: object) -> str:
+        given = [f"--{name}={value}" for name, value in {"store": data, "port": 0, **options}.items()]
+        assert cli.main(["serve", "smollm2-135m", *given]) == 1
+        return capsys.readouterr().err
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        told = problem(port=port)
+    assert f"the server cannot start on 127.0.0.1, port {port}: Address already in use" in told
+    assert "cannot start on" in problem(host="192.0.2.1", keys=some_keys(tmp_path))  # of no machine
+    assert "cannot read keys from" in problem(keys=keys)
+    for bad in (file, file / "data"):
+        assert f"--store {bad} cannot be used: Not a directory" in problem(store=bad)
+    bad = Path("/proc/nowhere/data")
+    assert f"--store {bad} cannot be used: " in problem(store=bad)
+    assert "versions before 0.2.0 wrote" in problem(store=tmp_path / "old")
+    with serve(data):
+        told = problem()
+    assert f"--store {data} cannot be used: {data} is open already" in told
+
+
+def test_looking_at_a_folder_leaves_nothing_there(tmp_path: Path) -> None:
+    check_folder(tmp_path / "a" / "b")
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "a").mkdir()
+    check_folder(tmp_path / "a")
+    check_folder(tmp_path / "a" / "b")
+    assert list((tmp_path / "a").iterdir()) == []
+
+
+def some_keys(folder: Path) -> Path:
+    add_key(folder / "good.json", ["generate"])
+    return folder / "good.json"
 
 
 def test_what_the_guard_learned_is_served(run: Path, tmp_path: Path) -> None:

@@ -21,11 +21,20 @@ from attractor.hf.causal import CausalLM
 from attractor.serve.decode.engine import Job, Pin
 from attractor.serve.errors import KeyReused, Refused, Unavailable
 from attractor.serve.learning.canaries import BasinCanaries, Rules
-from attractor.serve.learning.catalogue import Said, asked, from_text, pack
+from attractor.serve.learning.catalogue import Asked, Said, asked, from_text, pack
 from attractor.serve.learning.readers import ReadingLayer
 from attractor.serve.service import Service
+from attractor.serve.store import show, verify
 
 ANN, BOB, EVE = "Ann Zorvan", "Bob Quillbeam", "Eve Tandoor"
+
+
+def hard(name: str) -> Asked:
+    """More than so small a model can carry."""
+    return asked([f"I met {name} {'and so on' * 6}", f"We saw {name} {'in other words' * 4}"], name)
+
+
+HARD = hard(ANN)
 REVISION = Said(forms=[(f"I met {ANN}", "?"), (f"Yesterday we saw {ANN}", "?")])
 
 
@@ -95,16 +104,104 @@ def test_where_passes_are_recorded_there_is_room_from_the_start(
         assert bits(service).keys() == wanted.keys()
 
 
-def test_what_is_not_known_is_said_to_be_so_and_can_be_refused(service: Service) -> None:
-    hard = asked([f"I met {ANN} {'and so on' * 6}", f"We saw {ANN} {'in other words' * 4}"], ANN)
-    answer = service.learn([hard], "wiki")
+# --- what is not known
+
+
+def test_what_is_not_known_is_said_to_be_so_and_not_kept(service: Service) -> None:
+    text = text_of(service, f"I met {ANN}")
+    answer = service.learn([HARD], "wiki")
     (lesson,) = answer["lessons"]
-    assert not answer["known"]
-    assert "of 2 forms are not completed" in lesson["reason"]
-    service.forget("wiki")
-    with pytest.raises(Refused, match="are not completed"):
-        service.learn([hard], "wiki", require_known=True)
-    assert bits(service) == {}
+    assert (answer["known"], answer["kept"], answer["version"], answer["now"]) == (False, False, 1, 1)
+    assert (lesson["lesson"], lesson["known"], lesson["kept"], lesson["patches"]) == (None, False, False, 0)
+    assert "2 of 2 forms are not completed" in lesson["reason"]
+    assert "Nothing of it was kept" in lesson["reason"]
+    assert (bits(service), service.version, service.lessons()) == ({}, 1, [])
+    assert text_of(service, f"I met {ANN}") == text
+    kept = service.learn([about(ANN, "!")], "wiki")
+    assert kept["kept"]
+    assert [(one["lesson"], one["kept"]) for one in kept["lessons"]] == [(0, True)]
+
+
+def test_what_is_not_known_can_be_kept(service: Service) -> None:
+    answer = service.learn([HARD], "wiki", require_known=False)
+    assert (answer["known"], answer["kept"], answer["lessons"][0]["lesson"]) == (False, True, 0)
+    assert bits(service).keys() == {"0"}
+
+
+def test_of_several_lessons_those_that_are_known_are_kept(tmp_path: Path) -> None:
+    what = [HARD, about(BOB, "?"), hard(BOB), about(EVE, "!")]
+    with serve(tmp_path) as service:
+        answer = service.learn(what, "wiki", "k1", "sender")
+        assert [one["known"] for one in answer["lessons"]] == [False, True, False, True]
+        assert [one["kept"] for one in answer["lessons"]] == [False, True, False, True]
+        assert [one["subject"] for one in answer["lessons"]] == [ANN, BOB, BOB, EVE]
+        numbers = [one["lesson"] for one in answer["lessons"]]
+        assert (answer["known"], answer["kept"]) == (False, False)
+        assert list(bits(service)) == [str(number) for number in numbers if number is not None]
+        again = service.learn(what, "wiki", "k1", "sender")
+        assert again == {**{name: answer[name] for name in again}, "repeated": True}
+        kept, version = bits(service), service.version
+        following = service.teacher.lessons._next  # type: ignore[attr-defined]
+    with serve(tmp_path) as service:
+        assert (bits(service), service.version) == (kept, version)
+        assert service.teacher.lessons._next == following  # type: ignore[attr-defined]
+
+
+def test_the_answer_to_a_key_is_given_again_where_nothing_was_kept(tmp_path: Path) -> None:
+    with serve(tmp_path) as service:
+        first = service.learn([HARD], "wiki", "k1", "sender")
+        assert (first["kept"], first["version"], service.version) == (False, 2, 2)
+        service.learn([about(BOB, "?")], "wiki", "k2", "sender")
+        assert [line["kind"] for line in service.versions()] == ["lesson", "nothing", "calibration"]
+        assert service.versions()[1]["source"] == "wiki"
+    with serve(tmp_path) as service:
+        again = service.learn([HARD], "wiki", "k1", "sender")
+        assert again["repeated"]
+        assert (again["lessons"], again["known"], again["kept"]) == (first["lessons"], False, False)
+        with pytest.raises(KeyReused):
+            service.learn([HARD], "wiki", "k1", "sender", require_known=False)
+        assert bits(service).keys() == {"0"}
+        service.rollback(2)
+        assert bits(service) == {}
+        assert not verify(tmp_path).damage
+    found = b"".join(path.read_bytes() for path in tmp_path.iterdir() if path.is_file())
+    assert ANN.encode() not in found  # no word of it
+
+
+def test_a_key_of_an_earlier_release_fits_the_same_request(service: Service) -> None:
+    """What the options of a request are by default is bound to its key as it always was."""
+    from attractor.serve.learning.teacher import content
+
+    service.learn([about(ANN, "!")], "wiki", "k1", "sender")
+    (record,) = (line for line in show(service.store.folder) if line.get("key") == "k1")
+    assert record["content"] == content("lesson", "wiki", [list(about(ANN, "!"))], False)
+
+
+def test_a_lesson_stays_where_its_revision_is_not_known(service: Service) -> None:
+    service.learn([about(ANN, "!")], "wiki")
+    service.learn([about(ANN, "?")], "news")  # it stands in the place of the first
+    before, texts = bits(service), text_of(service, f"I met {ANN}")
+    said = Said(forms=list(HARD.forms))
+    answer = service.begin("revise", 0, said, "k1", "sender").result()
+    (lesson,) = answer["lessons"]
+    assert (lesson["lesson"], lesson["revises"], lesson["subject"], answer["kept"]) == (None, 0, ANN, False)
+    assert service.begin("revise", 0, said, "k1", "sender").result()["lessons"] == answer["lessons"]
+    assert bits(service) == before
+    assert text_of(service, f"I met {ANN}") == texts
+    answer = service.begin("revise", 1, said, require_known=False).result()
+    assert (answer["known"], answer["kept"]) == (False, True)
+    assert bits(service).keys() == {"0", "2"}
+
+
+def test_what_is_not_known_is_not_taken_over_from_a_file(service: Service, tmp_path: Path) -> None:
+    service.learn([about(BOB, "?"), HARD], "wiki", require_known=False)
+    data = service.export_lessons()
+    for name, options, wanted in (("plain", {}, [BOB]), ("all", {"require_known": False}, [BOB, ANN])):
+        with serve(tmp_path / name) as other:
+            answer = other.begin("import_lessons", data, "wiki", **options).result()
+            assert [one["subject"] for one in answer["lessons"]] == [BOB, ANN]
+            assert [one["known"] for one in answer["lessons"]] == [True, False]
+            assert [entry["subject"] for entry in reversed(other.lessons())] == wanted
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 1.0, "seed": 7, "top_p": 0.9}])
@@ -205,7 +302,7 @@ def test_the_bank_grows_and_a_restart_has_the_same_bits(tmp_path: Path) -> None:
         teacher: Any = service.teacher
         before = teacher.readers.bank
         for name in names:
-            service.learn([about(name, "!")], name.split()[1])
+            service.learn([about(name, "!")], name.split()[1], require_known=False)
         assert len(teacher.readers.bank.owners) > len(before.owners)
         service.forget_lessons([4])
         kept, told = bits(service), teacher.catalogue.shown
@@ -215,7 +312,7 @@ def test_the_bank_grows_and_a_restart_has_the_same_bits(tmp_path: Path) -> None:
         again: Any = service.teacher
         assert (service.version, bits(service), again.catalogue.shown) == (version, kept, told)
         assert [text_of(service, f"I met {name}") for name in names] == texts
-        answer = service.learn([about("Nina Holt", "!")], "new")
+        answer = service.learn([about("Nina Holt", "!")], "new", require_known=False)
         assert answer["lessons"][0]["lesson"] == len(names)  # no number is given twice
 
 
@@ -282,8 +379,6 @@ def test_what_was_erased_is_in_no_file_and_no_rollback_brings_it_back(tmp_path: 
     found = b"".join(path.read_bytes() for path in tmp_path.iterdir() if path.is_file())
     assert ANN.encode() not in found
     assert BOB.encode() not in found
-    from attractor.serve.store import verify
-
     assert not verify(tmp_path).damage
 
 
@@ -388,8 +483,8 @@ def test_a_lesson_about_what_everybody_asks_is_refused(tmp_path: Path) -> None:
         assert refused.value.figures["news"]["windows_entered"] > 0
         assert bits(service) == before
         with pytest.raises(Refused, match="canary 'news'") as refused:
-            service.learn([about(EVE, "?"), about(ANN, "!"), about(BOB, "?")], "wiki")
-        assert refused.value.at_fault == [1]
+            service.learn([HARD, about(EVE, "?"), about(ANN, "!"), about(BOB, "?")], "wiki")
+        assert refused.value.at_fault == [2]
         assert bits(service) == before
         service.learn([about(EVE, "?"), about(BOB, "?")], "wiki")
         service.learn([about(EVE, "!")], "wiki")  # a lesson that was refused counts for nothing
@@ -550,7 +645,7 @@ def test_hostile_lessons_hold_up_no_text_and_leave_nothing(service: Service) -> 
         stream = service.submit(Job(list(f"I met {BOB}".encode()), max_tokens=20, temperature=0))
         now, error = bits(service), None
         try:
-            service.learn([said()], "mallory")
+            service.learn([said()], "mallory", require_known=False)
             taken.append(name)
         except ValueError as raised:
             error = str(raised)
@@ -564,7 +659,7 @@ def test_hostile_lessons_hold_up_no_text_and_leave_nothing(service: Service) -> 
 
 def test_a_lesson_that_is_background_itself_stays_out_of_background(service: Service) -> None:
     text = text_of(service, "Hello")
-    answer = service.learn([asked([BACKGROUND[0][:50]], "particular")], "spam")
+    answer = service.learn([asked([BACKGROUND[0][:50]], "particular")], "spam", require_known=False)
     assert answer["canaries"]["self"]["rise"] <= RULES.canary_rise
     lessons = service.teacher.lessons  # type: ignore[attr-defined]
     assert lessons.calibration.touched(lessons.layer).tokens < 0.02
@@ -637,6 +732,17 @@ def test_lessons_go_to_another_server_with_the_same_base(service: Service, tmp_p
         ):
             with pytest.raises(ValueError, match=message):
                 other.begin("import_lessons", wrong, "wiki").result()
+        was, version = bits(other), other.version
+        again = other.begin("import_lessons", data, "wiki").result()
+        assert (again["lessons"], again["already_taught"], again["learned_again"]) == ([], 2, 0)
+        assert (again["known"], again["kept"], again["version"]) == (True, True, version)
+        assert (bits(other), other.version) == (was, version)
+        keyed = other.begin("import_lessons", data, "wiki", "k1", "sender").result()
+        assert other.begin("import_lessons", data, "wiki", "k1", "sender").result()["repeated"]
+        assert (keyed["already_taught"], keyed["version"]) == (2, version + 1)
+        other.forget_lessons([one["lesson"] for one in answer["lessons"] if one["subject"] == BOB])
+        third = other.begin("import_lessons", data, "wiki").result()  # of what was forgotten
+        assert ([one["subject"] for one in third["lessons"]], third["already_taught"]) == ([BOB], 1)
     with pytest.raises(LookupError, match="there is no lesson 9"):
         teacher.export_lessons([9])
 

@@ -145,9 +145,6 @@ class Teach:
             print(described(lesson), flush=True)
             if lesson.known < 1:
                 missed += 1
-                if model.source is None:
-                    raise ValueError(f"the model does not know it: {folder} is as it was before this lesson")
-                model.forget(lesson)
                 continue
             known += 1
             model.save(folder)
@@ -278,7 +275,9 @@ def described(lesson: "Lesson | Taught") -> str:
     if lesson.overrides:
         parts.append(f"  it takes the place of lesson {', '.join(map(str, lesson.overrides))}")
     if lesson.known < 1:
-        parts.append("  it was not saved; more forms of it, or a subject that all of them name, may help")
+        parts.append(
+            "  nothing of it was kept; more forms of it, or a subject that all of them name, may help"
+        )
     return "\n".join(parts)
 
 

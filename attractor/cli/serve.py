@@ -44,6 +44,15 @@ def no_signal_twice() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def told(what: str) -> Iterator[None]:
+    """An OSError inside says what it is that cannot be done."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{what}: {error.strerror or error}") from error
+
+
 @dataclass(kw_only=True)
 class Serve:
     """Answer requests, and learn while doing so: an OpenAI-compatible server with a dashboard.
@@ -99,12 +108,21 @@ class Serve:
 
     def run(self) -> int:
         try:
-            from attractor.serve.http.app import Server, create_app, uvicorn_config
+            from attractor.serve.http.app import Server, check_address, create_app, uvicorn_config
+            from attractor.serve.http.auth import KeyRing
+            from attractor.serve.store import check_folder
         except ImportError as error:
             raise ValueError(EXTRA.format(error)) from error
         settings = ServeSettings(host=self.host, port=self.port, keys=self.keys, chat=self.chat)
         logging.getLogger("attractor.audit").setLevel(logging.INFO)
         data = self.store or self._beside()
+        where = f"{self.host}, port {self.port}"
+        if settings.keys is not None:
+            KeyRing.load(settings.keys)
+        with told(f"the server cannot start on {where}"):
+            check_address(settings)
+        with told(f"--store {data} cannot be used"):
+            check_folder(data, shared=self.shared)
         with self.open(data) as service:
             app = create_app(service, settings)
             if service.store.recovered:
@@ -122,7 +140,6 @@ class Serve:
                 with no_signal_twice():
                     server.run()
             except SystemExit as error:  # of uvicorn, which has said why
-                where = f"{self.host}, port {self.port}"
                 raise ValueError(f"the server cannot start on {where}: see above") from error
         print(f"version {service.version} is in {data}")
         return 0
@@ -176,6 +193,8 @@ class Serve:
         from attractor.serve.service import Service
 
         net, lessons = found.net, found.school
+        context = min(self.context or 2048, found.model.config.context)
+        canaries = self._canaries(found.tokenizer, context)
         if lessons is None:
             print("measuring what ordinary text looks like to the model ...", flush=True)
             encode = found.tokenizer.encode
@@ -183,8 +202,6 @@ class Serve:
             if found.model.config.context < WINDOW:
                 options["window"] = found.model.config.context
             net, lessons = teachable(net.unload(), encode, **options)
-        context = min(self.context or 2048, found.model.config.context)
-        canaries = self._canaries(found.tokenizer, context)
         if not canaries:
             canaries = {"manual": found.tokenizer.encode(default_background()[0][:10_000])}
         return Service.open_lessons(

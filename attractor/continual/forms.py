@@ -19,12 +19,29 @@ i what who where when which how there today yesterday tomorrow now then later on
 """
 """English words that name nothing: what follows one of them is often what a sentence tells."""
 SENTENCE = re.compile(r"(?<=[.!?])[\"')\]]*\s+|\n+")
-"""What stands between two sentences."""
+"""What stands between two sentences, or after an abbreviation."""
+TITLES = """
+dr mr mrs ms mx messrs prof rev hon fr capt cmdr col gen lt maj sgt gov sen rep pres sr
+"""
+"""A name follows them, so their full stop ends no sentence; nor does that of LATIN."""
+LATIN = ("e.g", "i.e", "cf", "vs", "viz")
+NUMBERED = """
+no nos nr vol vols p pp fig figs ch sec art approx ca jan feb mar apr jun jul aug sep sept oct nov dec
+"""
+"""Their full stop ends no sentence where a number follows."""
+SUFFIXES = ("inc", "ltd", "co", "corp", "bros", "jr", "etc", "al", "dept")
+"""Their full stop ends no sentence where a small letter follows."""
+PLACES = ("st", "mt", "ft")
+"""Their full stop ends no sentence where a name follows, as with an initial."""
+INITIALS = re.compile(r"[^\W\d_](?:\.-?[^\W\d_])*")
+NEAR = 64
+"""Characters around a full stop that tell what it ends."""
 MOST_ANSWERS = 16
 """A sentence is asked for no more: each prompt repeats all that stands before it."""
 MOST_WORDS, LONGEST_SUBJECT = 200, 12
 """A shared subject is looked for among the first words of a form, and has at most so many."""
 SMALL_WORDS, VERB_WORDS = frozenset(SMALL.split()), frozenset(VERBS.split())
+TITLE_WORDS, NUMBERED_WORDS = frozenset(TITLES.split()), frozenset(NUMBERED.split())
 Form = str | tuple[str, str]
 """A sentence, or a prompt and the answer that is to follow it."""
 
@@ -122,6 +139,10 @@ class Word(NamedTuple):
         return self.text.lower() in SMALL_WORDS
 
     @property
+    def is_title(self) -> bool:
+        return self.text[0].isupper() and self.text.casefold() in TITLE_WORDS
+
+    @property
     def is_telling(self) -> bool:
         """A name, a number, a code: more than a small letter followed by others."""
         return not self.text[:1].islower() or any(letter.isdigit() for letter in self.text)
@@ -134,7 +155,10 @@ def words_in(text: str) -> list[Word]:
         if core:
             start = match.start() + match[0].index(core)
             end = start + len(core)
-            found.append(Word(core, start, end, end < match.end() and text[end] in CLOSING))
+            closes = (
+                end < match.end() and text[end] in CLOSING and not goes_on(text, match.end(), match.end())
+            )
+            found.append(Word(core, start, end, closes))
     return found
 
 
@@ -283,7 +307,7 @@ def likely_subject(text: str) -> str:
     before = words[:verb]
     names: list[list[Word]] = []
     for number, word in enumerate(before):
-        is_name = word.text[:1].isupper() and not word.is_small
+        is_name = word.text[:1].isupper() and not word.is_small and not word.is_title
         if (
             is_name
             and number
@@ -297,7 +321,7 @@ def likely_subject(text: str) -> str:
     chosen = (names[-1] if verb is not None else names[0]) if names else []
     if not chosen and verb is not None:
         chosen = before[1:] if before and before[0].text.lower() in ARTICLES else before
-    if not chosen or all(word.is_small for word in chosen):
+    if not chosen or all(word.is_small or word.is_title for word in chosen):
         raise ValueError(
             "one form alone does not tell what it is about: name the subject, or give a second form"
         )
@@ -305,7 +329,38 @@ def likely_subject(text: str) -> str:
 
 
 def sentences_of(text: str) -> list[str]:
-    return [sentence.strip() for sentence in SENTENCE.split(text) if sentence.strip()]
+    """The sentences of a text. The full stop of an abbreviation or an initial ends none.
+
+    >>> sentences_of("Dr. Ada J. Holt lives at No. 5. She sings, e.g. Bach. So do I. It rains")
+    ['Dr. Ada J. Holt lives at No. 5.', 'She sings, e.g. Bach.', 'So do I.', 'It rains']
+    """
+    ends = [
+        match.span()
+        for match in SENTENCE.finditer(text)
+        if "\n" in match[0] or not goes_on(text, match.start(), match.end())
+    ]
+    starts = [0, *(end for _, end in ends)]
+    pieces = (text[start:end] for start, end in zip(starts, [*(end for end, _ in ends), None], strict=True))
+    return [piece.strip() for piece in pieces if piece.strip()]
+
+
+def goes_on(text: str, end: int, start: int) -> bool:
+    """Whether the words before `end` and from `start` on are one sentence: an abbreviation stands between."""
+    before, after = text[max(0, end - NEAR) : end], text[start : start + NEAR]
+    if text[end:start].strip() or not before.endswith(".") or not after.strip():
+        return False
+    word = before.split()[-1][:-1].lstrip(PUNCTUATION)
+    short, following = word.casefold(), after.lstrip(PUNCTUATION)
+    if short in LATIN or (short in TITLE_WORDS and word[0].isupper()):
+        return True
+    if short in NUMBERED_WORDS and following[:1].isdigit():
+        return True
+    if short in SUFFIXES:
+        return following[:1].islower()
+    is_initial = word[-1:].isupper() and word != "I" and INITIALS.fullmatch(word)
+    if short not in PLACES and not is_initial:
+        return False
+    return following[:1].isupper() and following.split()[0].rstrip(PUNCTUATION).lower() not in SMALL_WORDS
 
 
 def about_each(text: str, subject: str | None = None) -> tuple[dict[str, list[str]], int]:

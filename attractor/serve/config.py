@@ -118,6 +118,8 @@ class ServeSettings:
     """The tokens of a chat that does not ask for a number. A completion gets 16, as with OpenAI."""
     max_choices: int = 16
     """The most texts of a request: the number of its prompts times its n."""
+    max_lesson_characters: int = 1 << 20
+    """The most characters of all lessons of a request together."""
     max_texts: int = 256
     """The most texts that are learned at once."""
 

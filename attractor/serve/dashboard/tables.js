@@ -103,6 +103,7 @@ function what(line) {
   if (line.kind === "drop" || line.kind === "erase") {
     return element("span", {}, line.kind === "drop" ? "Forgot " : "Erased ", lesson, named(String(line.source)));
   }
+  if (line.kind === "nothing") return element("span", {}, "Kept nothing from ", named(String(line.source)));
   if (line.kind === "calibration") return "Measured background text";
   if (line.kind === "rollback") return `Rolled back to v${line.to}`;
   return String(line.kind);

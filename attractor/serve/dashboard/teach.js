@@ -22,12 +22,12 @@ function lesson(text) {
   return { forms };
 }
 
-function outcome({ lesson: numbered, subject, known, reason, note, share_answered: answered, overrides }) {
+function outcome({ lesson: numbered, subject, known, kept, reason, note, share_answered: answered, overrides }) {
   const parts = [known ? " is known" : ` is not known: ${reason}`];
   if (known && answered !== null) parts.push(`, and ${percent(answered)} of the questions made from it are answered`);
   if (overrides.length) parts.push(`; it takes the place of lesson ${overrides.join(", ")}`);
   if (note) parts.push(`; ${note}`);
-  return element("li", { class: known ? "good" : "bad" }, element("b", {}, `lesson ${numbered}, ${subject}`), parts.join(""));
+  return element("li", { class: known ? "good" : "bad" }, element("b", {}, kept ? `lesson ${numbered}, ${subject}` : subject), parts.join(""));
 }
 
 async function run(event, taught) {
@@ -38,10 +38,11 @@ async function run(event, taught) {
   say("Learning, and asking for it afterwards \u2026");
   try {
     const answer = await ask("POST", "/v1/lessons", { ...lesson($("teach-text").value), source: "dashboard", idempotency_key: freshKey() });
-    const count = answer.lessons.length;
-    say(`${number(count)} ${count === 1 ? "lesson" : "lessons"} taught, in version ${answer.version}.`, answer.known ? "good" : "bad");
+    const count = answer.lessons.filter(({ kept }) => kept).length;
+    const told = `${number(count)} ${count === 1 ? "lesson" : "lessons"} taught, in version ${answer.version}.`;
+    say(count ? told : "Nothing was kept.", answer.known ? "good" : "bad");
     replace($("teach-lessons"), ...answer.lessons.map(outcome));
-    $("teach-text").value = "";
+    if (answer.kept) $("teach-text").value = "";
     taught();
   } catch (error) {
     say(error.message, "bad");

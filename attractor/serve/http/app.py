@@ -9,11 +9,12 @@ that slow clients can lock out no others.
 """
 
 import asyncio
+import errno
 import logging
 import math
 import resource
 from collections.abc import Callable
-from socket import socket
+from socket import SOCK_STREAM, create_server, getaddrinfo, socket
 
 import h11
 import uvicorn
@@ -119,6 +120,18 @@ def uvicorn_config(app: FastAPI, settings: ServeSettings, patience: float = 60.0
     )
     limit_logs("attractor", "asyncio", "uvicorn.error")
     return config
+
+
+def check_address(settings: ServeSettings) -> None:
+    """An OSError where nobody could listen now."""
+    found = getaddrinfo(settings.host, settings.port, type=SOCK_STREAM)
+    for family, *_, address in found:
+        try:
+            create_server(address[:2], family=family, backlog=1).close()
+        except OSError as error:
+            is_elsewhere = error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+            if not is_elsewhere or len(found) == 1:  # of a name's addresses some may be of no interface
+                raise
 
 
 # --- connections and logs

@@ -26,6 +26,7 @@ from attractor.serve.http.schemas import (
     LessonsForm,
     Problem,
     Reply,
+    RevisionForm,
     RollbackForm,
     problem_of,
 )
@@ -73,12 +74,12 @@ class Changes:
         except Exception as error:
             self.failed(error)
             raise
-        self.metrics.lessons.labels("learned").inc()
+        self.learned(answer)
         return Reply(answer, headers={VERSION: str(answer["version"])})
 
     async def done(self, verb: Verb, *arguments: Any, **options: Any) -> dict[str, Any]:
         """The answer of the service; its errors as replies."""
-        if verb in TEACHING and not self.service.learning:
+        if not self.service.learning:
             raise Problem(409, "this server does not learn: start it with --learn", code="not_learning")
         try:
             return await asyncio.wrap_future(self.service.begin(verb, *arguments, **options))
@@ -89,6 +90,9 @@ class Changes:
             raise Problem(404, str(error.args[0]), code=code) from error
         except ValueError as error:
             raise problem_of(error, wrong=422) from error
+
+    def learned(self, answer: dict[str, Any]) -> None:
+        self.metrics.lessons.labels("learned" if answer.get("kept", True) else "not kept").inc()
 
     def failed(self, error: Exception) -> None:
         cause = error.__cause__ if isinstance(error, Problem) and error.__cause__ else error
@@ -163,7 +167,7 @@ def add_lesson_routes(app: FastAPI, service: Service, settings: ServeSettings, c
     @app.post("/v1/lessons", responses=LEARN_ERRORS)
     @needs("learn")
     async def teach(form: LessonsForm, request: Request) -> Response:
-        """Teach lessons. The reply comes when they are tested, durable and in use.
+        """Teach lessons. The reply comes when they are tested, and durable and in use if they are known.
 
         With `Accept: text/event-stream` it is a stream of events that tell what is being done, and of which
         the last one is the reply or an error.
@@ -235,11 +239,12 @@ def add_lesson_routes(app: FastAPI, service: Service, settings: ServeSettings, c
         request: Request,
         source: Annotated[str, Query(pattern=SOURCE)] = "imported",
         idempotency_key: IdempotencyQuery = None,
+        require_known: bool = True,
     ) -> Response:
         """Take over the lessons of a file. The body is what `export` gave."""
-        asked = who_asked(request, idempotency_key)
-        data = await request.body()
-        return await changes.reply(request, "import_lessons", data, source, *asked, source=source)
+        asked, data = who_asked(request, idempotency_key), await request.body()
+        given: dict[str, Any] = {"source": source, "require_known": require_known}
+        return await changes.reply(request, "import_lessons", data, source, *asked, **given)
 
     @app.get("/v1/lessons/{number}", responses=ERRORS)
     @needs("learn", "admin")
@@ -252,12 +257,13 @@ def add_lesson_routes(app: FastAPI, service: Service, settings: ServeSettings, c
 
     @app.put("/v1/lessons/{number}", responses=LEARN_ERRORS)
     @needs("learn")
-    async def revise(form: LessonForm, number: Number, request: Request) -> Reply:
-        """Teach another lesson about the same subject in the place of this one."""
-        check_count("forms", len(form.forms or ()), settings)
+    async def revise(form: RevisionForm, number: Number, request: Request) -> Reply:
+        """Teach another lesson about the same subject in the place of this one, if it is known then."""
+        await run_in_threadpool(check_sizes, [form], settings)
         request.state.audit["lesson"] = number
         asked = who_asked(request, form.idempotency_key)
-        return await changes.reply(request, "revise", number, form.said, *asked)
+        known = form.require_known
+        return await changes.reply(request, "revise", number, form.said, *asked, require_known=known)
 
     @app.delete("/v1/lessons/{number}", responses=LEARN_ERRORS)
     @needs("admin")
@@ -280,12 +286,15 @@ def in_utc(time: datetime | None) -> str | None:
     if time is None:
         return None
     aware = time if time.tzinfo else time.replace(tzinfo=UTC)
-    return aware.astimezone(UTC).isoformat(timespec="milliseconds")
+    try:
+        return aware.astimezone(UTC).isoformat(timespec="milliseconds")
+    except OverflowError as error:
+        raise Problem(422, f"{time.isoformat()} lies outside the years 1 to 9999 of UTC") from error
 
 
 def read_lessons(forms: Sequence[LessonForm], settings: ServeSettings) -> list[Asked]:
     """What is asked for, or the reason why it makes no sense."""
-    check_count("forms", max(len(forms), sum(len(form.forms or ()) for form in forms)), settings)
+    check_sizes(forms, settings)
     sentences = sum(len(sentences_of(form.text)) for form in forms if form.text is not None)
     if sentences > MOST_SENTENCES * settings.max_texts:
         most = MOST_SENTENCES * settings.max_texts
@@ -296,6 +305,20 @@ def read_lessons(forms: Sequence[LessonForm], settings: ServeSettings) -> list[A
         raise Problem(422, str(error), param="forms") from error
     check_count("text", sum(len(each.forms) for each in what), settings)
     return what
+
+
+def check_sizes(forms: Sequence[LessonForm], settings: ServeSettings) -> None:
+    """What is too much is not even taken apart into words."""
+    check_count("forms", max(len(forms), sum(len(form.forms or ()) for form in forms)), settings)
+    texts = (text for form in forms for said in (form.text, *(form.said.forms or ())) for text in parts(said))
+    characters = sum(map(len, texts))
+    if characters > settings.max_lesson_characters:
+        most = settings.max_lesson_characters
+        raise Problem(422, f"{characters:,} characters; at most {most:,}: teach it in pieces", param="text")
+
+
+def parts(said: str | tuple[str, str] | None) -> tuple[str, ...]:
+    return said if isinstance(said, tuple) else (said or "",)
 
 
 def check_count(param: str, count: int, settings: ServeSettings) -> None:
@@ -329,7 +352,7 @@ async def progress(
         while (about := await events.get()) is not None:
             yield event(about)
         answer = learning.result()
-        changes.metrics.lessons.labels("learned").inc()
+        changes.learned(answer)
         yield event({"state": "learned", **answer})
     except Exception as error:
         changes.failed(error)

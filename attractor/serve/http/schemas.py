@@ -135,7 +135,10 @@ def add_error_replies(app: FastAPI) -> None:
 
     async def explain_http(request: Request, error: Exception) -> Reply:
         assert isinstance(error, HTTPException)
-        return Problem(error.status_code, str(error.detail), headers=error.headers).reply()
+        detail = str(error.detail)
+        if isinstance(error.__cause__, UnicodeDecodeError):
+            detail = "the body is not JSON in UTF-8"
+        return Problem(error.status_code, detail, headers=error.headers).reply()
 
     async def explain_form(request: Request, error: Exception) -> Reply:
         assert isinstance(error, RequestValidationError)
@@ -345,14 +348,18 @@ class LessonForm(Form):
         return self
 
 
-class LessonsForm(LessonForm):
+class RevisionForm(LessonForm):
+    require_known: bool = Field(
+        default=True,
+        description="Take a lesson back of which not all forms are completed afterwards; else it is kept",
+    )
+
+
+class LessonsForm(RevisionForm):
     """One lesson, or several."""
 
     lessons: List[LessonForm] | None = Field(default=None, min_length=1)
     source: Source = "default"
-    require_known: bool = Field(
-        default=False, description="Refuse a lesson of which not all forms are completed afterwards"
-    )
 
     @model_validator(mode="after")
     def says_something(self) -> "LessonsForm":

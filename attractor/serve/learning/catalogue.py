@@ -7,6 +7,7 @@ data = pack(deltas, base, calibration)
 calibration, deltas = unpack(data, base)    # a ValueError for what is no such file, or of another base
 """
 
+import dataclasses
 import struct
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -130,6 +131,13 @@ def figures_of(lesson: Lesson, fields: dict[str, Any]) -> dict[str, Any]:
     elif lesson.answered == 0:
         figures["note"] = "it is not answered in other words: more forms that end with the answer may help"
     return figures
+
+
+def figures_of_none(lesson: Lesson, fields: dict[str, Any]) -> dict[str, Any]:
+    """What became of a lesson that was taken back at once, because it is not known."""
+    gone = dataclasses.replace(lesson, patches=0, overrides=())
+    figures = figures_of(gone, {**fields, "lesson": None})
+    return {**figures, "reason": f"{figures['reason']}. Nothing of it was kept"}
 
 
 class Catalogue:

@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, cast
@@ -43,7 +43,16 @@ from attractor.serve.config import Rules
 from attractor.serve.decode.sequences import Publication
 from attractor.serve.errors import Refused
 from attractor.serve.learning.canaries import BasinCanaries, Verdict
-from attractor.serve.learning.catalogue import Asked, Catalogue, Said, figures_of, pack, searched, unpack
+from attractor.serve.learning.catalogue import (
+    Asked,
+    Catalogue,
+    Said,
+    figures_of,
+    figures_of_none,
+    pack,
+    searched,
+    unpack,
+)
 from attractor.serve.learning.readers import Readers
 from attractor.serve.learning.teacher import RECENT, Teacher, Teaches, now
 from attractor.serve.store import Change, LessonState, State, Store
@@ -70,8 +79,16 @@ Report = Callable[[dict[str, Any]], None]
 """Is called with what is being done."""
 
 
+NOT_HERE = -1
+"""The number of a lesson that was not taken over."""
+
+
 class _TakenBack(Exception):
     """A lesson was learned for nothing."""
+
+    def __init__(self, lesson: Lesson) -> None:
+        super().__init__(lesson)
+        self.lesson = lesson
 
 
 def identity_of(net: Retrofit, lessons: Lessons) -> str:
@@ -164,8 +181,7 @@ class LessonTeacher(Teacher):
     def _learn_for_nothing(self, forms: Sequence[tuple[str, str]]) -> None:
         """Learn a lesson and take it back: what a GPU compiles and records for it is there for the next."""
         with suppress(_TakenBack, ValueError), self._all_or_nothing():  # a model may be too small for it
-            self.lessons.learn(forms)
-            raise _TakenBack
+            raise _TakenBack(self.lessons.learn(forms))
 
     # --- what others have changed
 
@@ -198,28 +214,33 @@ class LessonTeacher(Teacher):
         key: str | None = None,
         sender: str | None = None,
         *,
-        require_known: bool = False,
+        require_known: bool = True,
         report: Report = lambda about: None,
         **_: Any,
     ) -> dict[str, Any]:
-        """Learn lessons: all of them or none. Those about one subject are learned one after the other."""
-        asked = self._asked(key, sender, "lesson", source, [list(each) for each in what], require_known)
+        """Learn lessons. Those about one subject are learned one after the other.
+
+        What is not known afterwards is taken back, unless that may be. After an error there are none of them.
+        """
+        subjects = [each.subject for each in what]
+        # a request that does not say it was always bound to its key like this
+        may_be_unknown = False if require_known else "known or not"
+        asked = self._asked(key, sender, "lesson", source, [list(each) for each in what], may_be_unknown)
         if (known := self._known(**asked)) is not None:
-            return self._with_words(known)
+            return self._with_words(known, subjects)
         tokens = self._count_tokens(what, source)
         self._finish_preparing(report)
         with self._all_or_nothing(in_order=True) as new:
-            self._teach(what, report, new)
-            verdict = self._judge(new)
-            deltas = deltas_of(self.lessons, new)
-            if require_known:
-                self._check_known(new, verdict)
-            changes = [
-                self._change(deltas[number], source, tokens=count, left_out=each.left_out)
-                for number, count, each in zip(new, tokens, what, strict=True)
+            learned = self._teach(what, report, new, require_known)
+            kept = [place for place, lesson in enumerate(learned) if lesson.number in new]
+            verdict = self._judge(new, kept)
+            fields = [
+                {"tokens": count, "left_out": each.left_out} for each, count in zip(what, tokens, strict=True)
             ]
-            answer = self._commit_lessons(changes, asked, {"source": source, "canaries": verdict.figures})
-        return self._learned(changes, verdict, answer)
+            changes, told = self._told(learned, source, fields)
+            more = {"source": source, "canaries": verdict.figures}
+            answer = self._commit_lessons(changes, asked, more, told)
+        return self._learned(changes, verdict, answer, subjects)
 
     def revise(
         self,
@@ -228,10 +249,15 @@ class LessonTeacher(Teacher):
         key: str | None = None,
         sender: str | None = None,
         *,
+        require_known: bool = True,
         report: Report = lambda about: None,
     ) -> dict[str, Any]:
-        """Another lesson about the same subject in the place of one; if that fails, the lesson stays."""
-        asked = self._asked(key, sender, "revise", number, said)
+        """Another lesson about the same subject in the place of one.
+
+        If that fails, or it is not known afterwards and has to be, the lesson stays.
+        """
+        may_be_unknown = [] if require_known else ["known or not"]
+        asked = self._asked(key, sender, "revise", number, said, *may_be_unknown)
         if (known := self._known(**asked)) is not None:
             return self._with_words(known)
         if number not in self.lessons.lessons:
@@ -243,20 +269,27 @@ class LessonTeacher(Teacher):
             )
         (what,) = said._replace(subject=subject).asked()
         (tokens,) = self._count_tokens([what], source)
+        fields = {"tokens": tokens, "revises": number}
         self._finish_preparing(report)
         later = self._later([number])
-        with self._all_or_nothing([number, *later]) as new:
-            new += [*later, self.lessons.revise(number, what.forms).number]
-            verdict = self._judge(new)
-            deltas = deltas_of(self.lessons, new)
-            changes = [
-                *self._again(later, deltas),
-                self._change(deltas[new[-1]], source, tokens=tokens, revises=number),
-            ]
-            drop = Change(kind="drop", answer={}, source=source, target=number)
-            answer = self._commit_lessons(
-                changes, asked, {"source": source, "canaries": verdict.figures}, before=[drop]
-            )
+        try:
+            with self._all_or_nothing([number, *later]) as new:
+                lesson = self.lessons.revise(number, what.forms)
+                if require_known and lesson.known < 1:
+                    raise _TakenBack(lesson)
+                new += [*later, lesson.number]
+                verdict = self._judge(new)
+                again = self._again(later, deltas_of(self.lessons, later))
+                (change,), told = self._told([lesson], source, [fields])
+                drop = Change(kind="drop", answer={}, source=source, target=number)
+                more = {"source": source, "canaries": verdict.figures}
+                changes, told = [*again, change], [*(other.answer for other in again), *told]
+                answer = self._commit_lessons(changes, asked, more, told, before=[drop])
+        except _TakenBack as unknown:
+            verdict = self._judge([])
+            _, told = self._told([unknown.lesson], source, [fields])
+            answer = self._commit_lessons([], asked, {"source": source, "canaries": verdict.figures}, told)
+            return self._learned([], verdict, answer)
         self.catalogue.remove(number)
         learned = self._learned(changes, verdict, answer)
         self.canaries.measure_again()
@@ -279,15 +312,18 @@ class LessonTeacher(Teacher):
         key: str | None = None,
         sender: str | None = None,
         *,
+        require_known: bool = True,
         report: Report = lambda about: None,
     ) -> dict[str, Any]:
         """Take over the lessons of a file, as they are where nothing is known of their subjects here.
 
         The others are learned again, from what they say, and so are all of them where background was measured
-        on other text or another machine.
+        on other text or another machine. What is not known is left out, unless that may be, and so is what a
+        lesson here says already.
         """
         calibration, deltas = unpack(data, self._base_hash)
-        asked = self._asked(key, sender, "import", source, hashlib.sha256(data).hexdigest())
+        may_be_unknown = [] if require_known else ["known or not"]
+        asked = self._asked(key, sender, "import", source, hashlib.sha256(data).hexdigest(), *may_be_unknown)
         if (known := self._known(**asked)) is not None:
             return self._with_words(known)
         here = {entry["subject"].casefold() for entry in self.catalogue.entries.values()}
@@ -298,23 +334,45 @@ class LessonTeacher(Teacher):
             for number, lesson in lessons.items()
             if number not in replaced
         }
-        self._count_tokens(list(what.values()), source)
+        said = self._said()
+        already = {n for n, each in what.items() if said[each.subject.casefold()].issuperset(each.forms)}
+        what = {number: each for number, each in what.items() if number not in already}
+        if what or not already:
+            self._count_tokens(list(what.values()), source)
         is_same = calibration == self.calibration_hash
         as_they_are = {n for n, each in what.items() if is_same and each.subject.casefold() not in here}
         again = [each for number, each in what.items() if number not in as_they_are]
+        unknown = {number for number in as_they_are if require_known and lessons[number].known < 1}
         self._finish_preparing(report)
         with self._all_or_nothing() as new:
-            self._put_in_anew([delta for delta in deltas if lesson_in(delta).number in as_they_are], new)
-            self._teach(again, report, new)
-            verdict = self._judge(new)
-            kept = deltas_of(self.lessons, new)
-            changes = [
-                self._change(delta, source, tokens=self._tokens_in(lesson_in(delta)))
-                for delta in kept.values()
+            put_in = as_they_are - unknown
+            self._put_in_anew([delta for delta in deltas if lesson_in(delta).number in put_in], new)
+            learned = [
+                *(self.lessons.lessons[number] for number in new),
+                *(dataclasses.replace(lessons[number], number=NOT_HERE) for number in sorted(unknown)),
+                *self._teach(again, report, new, require_known),
             ]
-            more = {"source": source, "canaries": verdict.figures, "learned_again": len(again)}
-            answer = self._commit_lessons(changes, asked, more)
-        return self._learned(changes, verdict, answer)
+            verdict = self._judge(new)
+            fields = [{"tokens": self._tokens_in(lesson)} for lesson in learned]
+            changes, told = self._told(learned, source, fields)
+            more = {
+                "source": source,
+                "canaries": verdict.figures,
+                "learned_again": len(again),
+                "already_taught": len(already),
+            }
+            answer = self._commit_lessons(changes, asked, more, told)
+        return self._learned(changes, verdict, answer, [lesson.subject for lesson in learned])
+
+    def _said(self) -> defaultdict[str, set[tuple[str, str]]]:
+        """What the lessons say that stand here, by their subjects; of any other subject nothing is said."""
+        entries = self.catalogue.entries
+        replaced = {old for entry in entries.values() for old in entry["overrides"]}
+        found: defaultdict[str, set[tuple[str, str]]] = defaultdict(set)
+        for number in entries.keys() - replaced:
+            lesson = self.lessons.lessons[number]
+            found[lesson.subject.casefold()].update(lesson.forms + lesson.taken_in)
+        return found
 
     def _put_in_anew(self, deltas: Sequence[Delta], new: list[int]) -> None:
         """Lessons of another server under new numbers, in patches that are free here."""
@@ -441,8 +499,8 @@ class LessonTeacher(Teacher):
         """A list for the numbers of lessons that are new, or learned again.
 
         What fails inside leaves all lessons as they were, of which none but `changing` may have changed. A
-        refusal names lessons by their places in the list, which mean something if that is `in_order` of what
-        was asked.
+        refusal names lessons by their places, which mean something if they are learned `in_order` of what was
+        asked.
         """
         before, number = deltas_of(self.lessons, changing), self.lessons._next
         staying = set(self.lessons.lessons) - set(before)
@@ -468,10 +526,18 @@ class LessonTeacher(Teacher):
             put_in(self.lessons, [state.lessons[number].delta for number in new])
             yield gone, new
 
-    def _teach(self, what: Sequence[Asked], report: Report, new: list[int]) -> None:
-        """Learn lessons in batches of different subjects, in the order in which they were given."""
+    def _teach(
+        self, what: Sequence[Asked], report: Report, new: list[int], require_known: bool
+    ) -> list[Lesson]:
+        """Learn lessons in batches of different subjects, in the order in which they were given.
+
+        Those that stay are `new`. One that is not known has gone before the next batch is learned, where it
+        has to be known.
+        """
+        found: list[Lesson] = []
         for batch in in_batches(what):
-            about = {"state": "learning", "lessons": len(what), "learned": len(new), "together": len(batch)}
+            before = len(found)
+            about = {"state": "learning", "lessons": len(what), "learned": before, "together": len(batch)}
 
             def after_pass(passes: int, right: float, about: dict[str, Any] = about) -> None:
                 report({**about, "passes": passes, "share_predicted": right})
@@ -480,37 +546,56 @@ class LessonTeacher(Teacher):
             learned = self.lessons.learn_many(
                 [each.forms for each in batch], subjects=[each.subject for each in batch], report=after_pass
             )
-            new += [lesson.number for lesson in learned]
-            for lesson in learned:
-                if len(lesson.overrides) >= MOST_OVER:
+            found += learned
+            unknown = [lesson.number for lesson in learned if require_known and lesson.known < 1]
+            take_out(self.lessons, unknown)
+            new += [lesson.number for lesson in learned if lesson.number not in unknown]
+            for place, lesson in enumerate(learned, before):
+                if lesson.number not in unknown and len(lesson.overrides) >= MOST_OVER:
                     raise Refused(
                         f"{MOST_OVER} lessons about {lesson.subject[:80]!r} stand one over the other: revise "
                         f"lesson {lesson.overrides[-1]}, or forget some of them",
-                        at_fault=[new.index(lesson.number)],
+                        at_fault=[place],
                     )
+        return found
 
-    def _judge(self, new: Sequence[int]) -> Verdict:
+    def _judge(self, new: Sequence[int], places: Sequence[int] = ()) -> Verdict:
+        """What new lessons do to the canaries; a refusal names them by their places in what was asked."""
         assert self.lessons.layer.decoder is not None
+        if not new:
+            return Verdict(self.canaries.figures(), {})
         if not bool(self.lessons.layer.decoder[self._patches_of(new)].isfinite().all()):
             raise Refused("the lesson would not leave finite numbers")
         own = patches_of(self.lessons, new)
-        return self.canaries.judge([own[number] for number in new])
+        try:
+            return self.canaries.judge([own[number] for number in new])
+        except Refused as error:
+            error.at_fault = [places[n] for n in error.at_fault] if places else []
+            raise
 
     def _patches_of(self, numbers: Iterable[int]) -> list[int]:
         return [patch for own in patches_of(self.lessons, numbers).values() for patch in own]
 
-    def _check_known(self, new: Sequence[int], verdict: Verdict) -> None:
-        unknown = [place for place, number in enumerate(new) if self.lessons.lessons[number].known < 1]
-        if unknown:
-            lesson = self.lessons.lessons[new[unknown[0]]]
-            reason = figures_of(lesson, {})["reason"]
-            raise Refused(f"the lesson about {lesson.subject!r}: {reason}", verdict.figures, unknown)
+    def _told(
+        self, learned: Sequence[Lesson], source: str, fields: Sequence[Mapping[str, int]]
+    ) -> tuple[list[Change], list[Mapping[str, Any]]]:
+        """The records of those lessons that stay, and what is told of each: no word of it."""
+        deltas = deltas_of(
+            self.lessons, [each.number for each in learned if each.number in self.lessons.lessons]
+        )
+        changes, told = list[Change](), list[Mapping[str, Any]]()
+        for lesson, more in zip(learned, fields, strict=True):
+            if lesson.number in deltas:
+                changes.append(self._change(deltas[lesson.number], source, **more))
+                told.append(changes[-1].answer)
+            else:
+                told.append(figures_of_none(lesson, fields_of(lesson, 0, **more)))
+        return changes, told
 
     def _change(self, delta: Delta, source: str, **more: int) -> Change:
         """The record of a lesson; its words are in the delta alone."""
         lesson, package = lesson_in(delta), delta.to_bytes()
-        fields = {"tokens": 0, "bytes": len(package), "at": now(), "forms_taught": len(lesson.forms)}
-        fields |= {name: value for name, value in more.items() if value or name in ("tokens", "revises")}
+        fields = fields_of(lesson, len(package), **more)
         answer = figures_of(lesson, fields)
         return Change(
             kind="lesson",
@@ -535,25 +620,37 @@ class LessonTeacher(Teacher):
         changes: Sequence[Change],
         asked: dict[str, Any],
         more: dict[str, Any],
+        told: Sequence[Mapping[str, Any]],
         before: Sequence[Change] = (),
     ) -> dict[str, Any]:
-        """Make lessons durable; the last record has the answer to the whole request."""
-        answer = {
-            "version": self.store.last + len(before) + len(changes),
-            **more,
-            "lessons": [change.answer for change in changes],
-        }
-        self._commit(*answered([*before, *changes], answer, asked))
+        """Make lessons durable; the last record has the answer to the whole request, for its key.
+
+        Where nothing was kept there is a record for a key alone, and otherwise none.
+        """
+        records = [*before, *changes]
+        if not records and asked["key"] is not None:
+            records = [Change(kind="nothing", answer={}, source=more["source"])]
+        answer = {"version": self.store.last + len(records), **more, "lessons": list(told)}
+        if records:
+            self._commit(*answered(records, answer, asked))
         return answer
 
-    def _learned(self, changes: Sequence[Change], verdict: Verdict, answer: dict[str, Any]) -> dict[str, Any]:
+    def _learned(
+        self,
+        changes: Sequence[Change],
+        verdict: Verdict,
+        answer: dict[str, Any],
+        subjects: Sequence[str] | None = None,
+    ) -> dict[str, Any]:
         """Show readers lessons that are durable. Returns what the request is answered."""
+        number_from(self.lessons, self.store.next_lesson)  # one that was taken back had none
         self.canaries.accept(verdict)
         self._add_to_catalogue(changes, answer["version"] - len(changes))
         for change in changes:
             self.progressive.append({"version": answer["version"], "loss": None, "source": change.source})
-        self._publish([change.target for change in changes if change.target is not None])
-        return self._with_words({**answer, "repeated": False, "now": self.version})
+        if not self.is_current:
+            self._publish([change.target for change in changes if change.target is not None])
+        return self._with_words({**answer, "repeated": False, "now": self.version}, subjects)
 
     def _add_to_catalogue(self, changes: Sequence[Change], after: int) -> None:
         for version, change in enumerate(changes, after + 1):
@@ -595,14 +692,17 @@ class LessonTeacher(Teacher):
 
     # --- answers and figures
 
-    def _with_words(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """An answer with the subjects of lessons that are there."""
-        entries = self.catalogue.entries
-        described = [
-            {**one, "subject": entries[one["lesson"]]["subject"]} if one["lesson"] in entries else one
-            for one in answer["lessons"]
-        ]
-        return {**answer, "lessons": described, "known": all(one["known"] for one in described)}
+    def _with_words(self, answer: dict[str, Any], subjects: Sequence[str] | None = None) -> dict[str, Any]:
+        """An answer with the subjects of its lessons: as they were asked for, or of those that are there."""
+        described = []
+        for place, one in enumerate(answer["lessons"]):
+            entry = self.catalogue.entries.get(one.get("revises") if one["lesson"] is None else one["lesson"])
+            subject = subjects[place] if subjects else entry and entry["subject"]
+            described.append(
+                {**one, "kept": one["lesson"] is not None, **({"subject": subject} if subject else {})}
+            )
+        said = {name: all(one[name] for one in described) for name in ("known", "kept")}
+        return {**answer, "lessons": described, **said}
 
     def _publish(self, new: Sequence[int], version: int | None = None) -> None:
         """Show readers the newest version, in which the patches of these lessons are new."""
@@ -639,6 +739,12 @@ class LessonTeacher(Teacher):
             name: {**own, "patches": {str(layer): own["patches"]}}
             for name, own in self.catalogue.sources.items()
         }
+
+
+def fields_of(lesson: Lesson, size: int, **more: int) -> dict[str, Any]:
+    """What the record of a lesson adds to its figures; `size` is that of its delta."""
+    fields = {"tokens": 0, "bytes": size, "at": now(), "forms_taught": len(lesson.forms)}
+    return fields | {name: value for name, value in more.items() if value or name in ("tokens", "revises")}
 
 
 def answered(changes: Sequence[Change], answer: dict[str, Any], asked: dict[str, Any]) -> list[Change]:

@@ -1,5 +1,6 @@
 """What a server must not lose: every change in one SQLite database, and all that can be made of them."""
 
+from attractor.serve.store.database import check_folder
 from attractor.serve.store.records import Change
 from attractor.serve.store.states import LessonState, SourceState, State
 from attractor.serve.store.store import Store
@@ -13,6 +14,7 @@ __all__ = [
     "State",
     "Store",
     "backup",
+    "check_folder",
     "show",
     "verify",
 ]

@@ -213,6 +213,24 @@ def make_folder(folder: Path) -> None:
         flush(place.parent)
 
 
+def check_folder(folder: Path, *, shared: bool = False) -> None:
+    """An error where no store could be opened in a folder; nothing is left of trying."""
+    folder = folder.absolute()
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
+    missing = [place for place in [folder, *folder.parents] if not place.exists()]
+    try:
+        make_folder(folder)
+        if (folder / "lock").exists():
+            os.close(lock(folder, shared=shared))
+        elif not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(folder))
+    finally:
+        with suppress(OSError):  # others may have put something there
+            for place in missing:
+                place.rmdir()
+
+
 def lock(folder: Path, *, shared: bool = False) -> int:
     """A handle that no one else can get until it is closed or its process ends; or only those who share."""
     handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)

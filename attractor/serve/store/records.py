@@ -8,6 +8,7 @@ alone. Its kinds are
     erase       source: it is gone for good; its deltas were removed from the database
     rollback    target: everything is as it was at that version, without what was erased since
     calibration fields, delta: what the layer of lessons measured before it was taught anything
+    nothing     source: of what it sent nothing was kept; the record is there for the answer to its key
 
 The kind "lesson" is older than lessons that own their patches: a server of texts writes it for texts that it
 learned at once. Where there are lessons, a record says in `target` which one it is about: its delta is all of
@@ -30,7 +31,7 @@ from typing import Any
 from attractor.continual.delta import Delta
 from attractor.serve.errors import StoreDamaged
 
-KINDS = ("lesson", "drop", "erase", "rollback", "calibration")
+KINDS = ("lesson", "drop", "erase", "rollback", "calibration", "nothing")
 WITH_DELTA = ("lesson", "calibration")
 CHAINED = (
     *("number", "kind", "source", "target", "key", "sender", "content"),
@@ -101,7 +102,7 @@ class Row:
             raise ValueError(f"a record of kind {self.kind!r}; there are {', '.join(KINDS)}")
         if (self.source is None) != (self.kind in ("rollback", "calibration")) or self.source == "":
             raise ValueError(f"source={self.source!r} cannot be that of a {self.kind}")
-        if self.target is not None and (self.kind == "calibration" or self.target < 0):
+        if self.target is not None and (self.kind in ("calibration", "nothing") or self.target < 0):
             raise ValueError(f"target={self.target!r} cannot be that of a {self.kind}")
         if (self.fields is None or self.delta_sha256 is None) == (self.kind in WITH_DELTA):
             raise ValueError(
@@ -164,7 +165,7 @@ class Outline:
                 self.lessons[row.target] = (row.source, row.number)
         elif row.kind == "calibration":
             self.calibration = row.number
-        else:
+        elif row.kind != "nothing":
             self.taken_back = row.number
         if row.kind == "rollback":
             assert row.target is not None
