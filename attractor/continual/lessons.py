@@ -442,8 +442,8 @@ class Lessons:
         """
         told = self._said_of_others(names)
         small = [text.casefold() for _, text in told]
-        chosen = {n for name in names for n in resembling(name, small, RESEMBLING)}
-        texts = self.reading.of_others([told[n] for n in sorted(chosen)], names)
+        chosen = sorted(resembling(names, small, RESEMBLING))
+        texts = self.reading.of_others([told[n] for n in chosen], names)
         if not texts:
             return self.calibration.nearest
         read = [
