@@ -34,7 +34,7 @@ from typing import Any, NamedTuple
 from attractor.results import write_result
 from studies.facts_cells import carry_out, parser_of
 from studies.facts_ground import Course, Ground
-from studies.facts_methods import Retrieval
+from studies.facts_methods import Basins, Retrieval
 from studies.facts_world import GRAMMARS, KINDS, Item, Lesson, World
 
 PARAPHRASES = [(kind, number) for kind in ("sentence", "question") for number in (0, 1)]
@@ -135,6 +135,8 @@ def run(given: argparse.Namespace) -> None:
     original, background = study.writes(Retrieval(study.model)), study.background()
     course = Course(study, "edits")
     learner, result = course.learner, course.result
+    if isinstance(learner, Basins):
+        learner.lessons.make_room(given.room)
     result |= {"original": {"background": background}, "along": (along := [])}
 
     def measured(done: int, most: int | None) -> dict[str, Any]:
@@ -195,6 +197,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     one.add_argument("--at-once", type=int, default=1, help="edits that are taught together")
     one.add_argument(
         "--prompts", type=int, default=200, help="at most, of each kind that locality is asked by"
+    )
+    one.add_argument(
+        "--room", type=int, default=0, help="patches at first (default: 4096); kernels are compiled for each"
     )
     one.add_argument("--along", type=int, nargs="*", default=[], help="measure after so many edits, too")
     one.add_argument("--asked", type=int, help="of the edits that are measured (default: all of them)")

@@ -307,8 +307,12 @@ def test_edits_are_taught_one_at_a_time(method, small, tmp_path, monkeypatch):
     monkeypatch.setattr(facts_world, "KINDS", ["person", "town"])
     monkeypatch.setattr(edits, "SMALL", {"edits": 4, "at_once": 1, "windows": 4, "prompts": 4})
     cell = tmp_path / "cell.json"
-    options = {"texts": small, "device": "cpu", "lesson": json.dumps(BRIEF)}
+    options = {"texts": small, "device": "cpu", "lesson": json.dumps(BRIEF), "room": 5000}
+    made = []
+    monkeypatch.setattr(edits, "Course", lambda *given: made.append(facts_ground.Course(*given)) or made[0])
     edits.main(arguments(**options, method=method, result=cell))
+    if method == "basins":
+        assert len(made[0].learner.lessons.owners) == 5000
     found = json.loads(cell.read_text())
     assert found["edits"] == 4
     after = found["after"]
