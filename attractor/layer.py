@@ -317,6 +317,15 @@ class APN(nn.Module):
         )
         return update, stats
 
+    def choose(self, x: Tensor) -> Tensor:
+        """The patches of tokens x (..., dim): (..., top_k), best first; -1 where none acts.
+
+        `return_stats` says so too, with figures that take all scores of all tokens at once.
+        """
+        self._check_input(x)
+        output = self._compute(self._prepare(x), self._banks(), self.radius, self.backend)
+        return output.indices.long().reshape(*x.shape[:-1], self.config.top_k)
+
     def _banks(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None]:
         """What belongs to patches, row by row: prototypes, slopes and biases of gates, decoders, offsets."""
         prototypes = self.prototypes if self.codebooks is None else self.codebooks

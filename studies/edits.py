@@ -12,6 +12,9 @@ edit is read again once the next one begins. After all of them, against the orig
   The prompts are beginnings of background windows, countries and their capitals, and people and companies
   that were never taught and share the last name of one that was.
 
+`--along 1000 3000` measures all of that also after so many edits, and writes the result each time: a run that
+is cut short leaves the last one. `--asked 1000` asks for so many edits, drawn at random, and not for all.
+
 `--at-once 50` teaches 50 edits together, which saves time and is no longer one at a time. Estimates for one
 H200, where nothing of this was timed: basins half a second to a second an edit one at a time, and a minute or
 two for 1000 with `--at-once 50`; methods that fine-tune about a second an edit, which is 24 steps. So with 15
@@ -23,18 +26,22 @@ Where tyro is missing, `python -c "from studies import edits; edits.main()"` tak
 
 import argparse
 import json
+import random
+import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from attractor.results import write_result
 from studies.facts_cells import carry_out, parser_of
 from studies.facts_ground import Course, Ground
-from studies.facts_methods import Retrieval
+from studies.facts_methods import Basins, Retrieval
 from studies.facts_world import GRAMMARS, KINDS, Item, Lesson, World
 
 PARAPHRASES = [(kind, number) for kind in ("sentence", "question") for number in (0, 1)]
 BEGINNING, WRITTEN = 24, 8
 """Tokens of a window that are read, and that are written after it, to see whether these are the same."""
+ALONG = 1000
+"""So many edits are asked for on the way, where nobody says how many."""
 SMALL = {"edits": 8, "at_once": 2, "windows": 12, "prompts": 8}
 """What `--small` makes of these options: it runs, and its figures mean nothing."""
 
@@ -73,11 +80,11 @@ class Edits(Ground):
         }
         self.prompts = {name: own[: given.prompts] for name, own in self.prompts.items()}
 
-    def items(self, form: str, number: int) -> list[Item]:
-        """One prompt and answer for each edit."""
+    def items(self, form: str, number: int, of: Sequence[int] | None = None) -> list[Item]:
+        """One prompt and answer for each edit, or for those of these numbers."""
         return [
             (self.world.words[edit.kind][edit.relation][form][number].format(n=edit.name), f" {edit.answer}")
-            for edit in self.edits
+            for edit in (self.edits if of is None else [self.edits[n] for n in of])
         ]
 
     def lessons(self) -> list[Lesson]:
@@ -88,18 +95,27 @@ class Edits(Ground):
         """What the model goes on with after prompts that no edit is about."""
         return {name: self.reader.write(learner.model, own, WRITTEN) for name, own in self.prompts.items()}
 
-    def measure(self, learner: Any, before: dict[str, list[str]]) -> dict[str, Any]:
-        taught = self.reader.hits(learner, self.items("taught", 0))
-        tenth = -(-len(taught) // 10)
-        others = {f"{form} {n}": self.reader.recall(learner, self.items(form, n)) for form, n in PARAPHRASES}
+    def measure(
+        self, learner: Any, before: dict[str, list[str]], done: int, most: int | None = None
+    ) -> dict[str, Any]:
+        """What is left of the first `done` edits; `most` of them are asked for, and always the same ones."""
+        drawn = random.Random(0).sample(range(len(self.edits)), len(self.edits))
+        asked = sorted([number for number in drawn if number < done][:most])
+        taught = dict(zip(asked, self.reader.hits(learner, self.items("taught", 0, asked)), strict=True))
+        tenths = parts(range(done), -(-done // 10))
+        by_tenth = [[taught[number] for number in tenth if number in taught] for tenth in tenths]
+        others = {
+            f"{form} {n}": self.reader.recall(learner, self.items(form, n, asked)) for form, n in PARAPHRASES
+        }
         after = self.writes(learner)
         same = {
             name: sum(a == b for a, b in zip(now, before[name], strict=True)) / len(now)
             for name, now in after.items()
         }
         return {
-            "reliability": sum(taught) / len(taught),
-            "by tenth": [sum(own) / len(own) for own in parts(taught, tenth)],
+            "asked": len(asked),
+            "reliability": sum(taught.values()) / len(taught),
+            "by tenth": [sum(own) / len(own) if own else None for own in by_tenth],
             "paraphrase": sum(others.values()) / len(others),
             "by paraphrase": others,
             "locality": sum(same.values()) / len(same),
@@ -119,27 +135,41 @@ def run(given: argparse.Namespace) -> None:
     original, background = study.writes(Retrieval(study.model)), study.background()
     course = Course(study, "edits")
     learner, result = course.learner, course.result
-    done = 0
+    if isinstance(learner, Basins):
+        learner.lessons.make_room(given.room)
+    result |= {"original": {"background": background}, "along": (along := [])}
+
+    def measured(done: int, most: int | None) -> dict[str, Any]:
+        seconds, started = [row["seconds"] for row in course.rows], time.perf_counter()
+        tenth = len(seconds) // 10 + 1
+        return {
+            "edits": done,
+            "bytes per edit": learner.bytes() / done,
+            "edits per second": done / sum(seconds),
+            "seconds of the first and the last tenth": [
+                sum(own) / len(own) for own in (seconds[:tenth], seconds[-tenth:])
+            ],
+            "after": study.measure(learner, original, done, most),
+            "rise": study.rises(learner, background),
+            "measured in": time.perf_counter() - started,
+        }
+
+    done, checks = 0, sorted(given.along)
     for number, lessons in course.pieces(
         parts(study.lessons(), given.at_once), f"times {given.at_once} edits"
     ):
-        course.learn(lessons, given.seed * 1_000_000 + number)
+        row = course.learn(lessons, given.seed * 1_000_000 + number)
         done += len(lessons)
-    study.edits = study.edits[:done]
-    seconds = [row["seconds"] for row in course.rows]
-    result |= {
-        "original": {"background": background},
-        "edits": done,
-        "bytes per edit": learner.bytes() / done,
-        "edits per second": done / sum(seconds),
-        "seconds of the first and the last tenth": [
-            sum(own) / len(own)
-            for own in (seconds[: len(seconds) // 10 + 1], seconds[-(len(seconds) // 10 + 1) :])
-        ],
-        "after": study.measure(learner, original),
-        "rise": study.rises(learner, background),
-        **study.identical(learner),
-    }
+        print(json.dumps({"edits": done} | {n: x for n, x in row.items() if n != "curve"}), flush=True)
+        if checks and done >= checks[0] and done < len(study.edits):
+            checks = [count for count in checks if count > done]
+            along.append(measured(done, given.asked or ALONG))
+            result |= along[-1] | {"seconds": [row["seconds"] for row in course.rows]}
+            write_result(given.result, result)
+            print(json.dumps(along[-1]), flush=True)
+    result |= measured(done, given.asked) | {"seconds": [row["seconds"] for row in course.rows]}
+    write_result(given.result, result)
+    result |= study.identical(learner)
     write_result(given.result, result)
     print(json.dumps({name: result[name] for name in ("edits per second", "after", "rise")}, indent=1))
 
@@ -168,5 +198,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     one.add_argument(
         "--prompts", type=int, default=200, help="at most, of each kind that locality is asked by"
     )
+    one.add_argument(
+        "--room", type=int, default=0, help="patches at first (default: 4096); kernels are compiled for each"
+    )
+    one.add_argument("--along", type=int, nargs="*", default=[], help="measure after so many edits, too")
+    one.add_argument("--asked", type=int, help="of the edits that are measured (default: all of them)")
     one.add_argument("--small", action="store_true", help=f"see that it runs: {SMALL}")
     carry_out(parser.parse_args(arguments), "edits", run, score, FIGURES, SMALL)

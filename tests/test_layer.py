@@ -127,6 +127,14 @@ def test_any_leading_shape(leading):
         assert not any(parameter.grad.any() for parameter in layer.parameters())
 
 
+def test_patches_are_chosen_without_statistics(monkeypatch):
+    layer, x = APN(8, num_patches=6, top_k=2, rank=2, radius=0.3), torch.randn(2, 5, 8)
+    expected = layer(x, return_stats=True)[1].indices
+    assert {-1} < set(expected.flatten().tolist())  # some act, and some do not
+    monkeypatch.delattr("attractor.layer.ops.balance_loss")  # which takes all scores of all tokens
+    assert torch.equal(layer.choose(x), expected)
+
+
 def test_tokens_are_independent_and_may_be_strided():
     layer = build(dtype=torch.float64)
     x = torch.randn(12, 7, dtype=torch.float64).T  # not contiguous

@@ -3,6 +3,7 @@
 import gzip
 import json
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -306,8 +307,12 @@ def test_edits_are_taught_one_at_a_time(method, small, tmp_path, monkeypatch):
     monkeypatch.setattr(facts_world, "KINDS", ["person", "town"])
     monkeypatch.setattr(edits, "SMALL", {"edits": 4, "at_once": 1, "windows": 4, "prompts": 4})
     cell = tmp_path / "cell.json"
-    options = {"texts": small, "device": "cpu", "lesson": json.dumps(BRIEF)}
+    options = {"texts": small, "device": "cpu", "lesson": json.dumps(BRIEF), "room": 5000}
+    made = []
+    monkeypatch.setattr(edits, "Course", lambda *given: made.append(facts_ground.Course(*given)) or made[0])
     edits.main(arguments(**options, method=method, result=cell))
+    if method == "basins":
+        assert len(made[0].learner.lessons.owners) == 5000
     found = json.loads(cell.read_text())
     assert found["edits"] == 4
     after = found["after"]
@@ -327,6 +332,31 @@ def test_a_study_whose_time_is_over_measures_what_it_has_taught(small, tmp_path,
     edits.main(arguments(texts=small, device="cpu", method="retrieval", minutes=0, result=cell))
     assert json.loads(cell.read_text())["edits"] == 4  # the first two pieces are taught in any case
     assert "the time is over after 2 times 2 edits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_a_run_that_is_cut_short_leaves_what_was_measured_on_the_way(is_cut, small, tmp_path, monkeypatch):
+    monkeypatch.setattr(edits, "KINDS", ["person", "town"])
+    monkeypatch.setattr(facts_world, "KINDS", ["person", "town"])
+    monkeypatch.setattr(edits, "SMALL", {"edits": 6, "at_once": 2, "windows": 4, "prompts": 4})
+    learn = edits.Course.learn
+
+    def cut(self, lessons, seed, *rest):
+        if is_cut and seed % 1_000_000 == 2:
+            raise KeyboardInterrupt
+        return learn(self, lessons, seed, *rest)
+
+    monkeypatch.setattr(edits.Course, "learn", cut)
+    options = {"texts": small, "device": "cpu", "method": "retrieval", "result": tmp_path / "cell.json"}
+    given = [*arguments(**options), "--along", "1", "3", "6", "--asked", "3"]
+    with pytest.raises(KeyboardInterrupt) if is_cut else nullcontext():
+        edits.main(given)
+    found = json.loads((tmp_path / "cell.json").read_text())
+    assert [row["edits"] for row in found["along"]] == [2, 4]
+    assert [row["after"]["asked"] for row in found["along"]] == [2, 3]
+    assert (found["edits"], found["after"]["asked"]) == ((4, 3) if is_cut else (6, 3))
+    assert len(found["seconds"]) == found["edits"] // 2
+    assert all(share is None or 0 <= share <= 1 for share in found["after"]["by tenth"])
 
 
 def test_ten_thousand_edits_are_about_different_things():

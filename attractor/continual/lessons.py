@@ -264,7 +264,7 @@ class Lessons:
         )
         with inputs_of(self.layer) as seen:
             self.model(tokens)
-        indices = self.layer(seen[0], return_stats=True)[1].indices.flatten()
+        indices = self.layer.choose(seen[0]).flatten()
         acts = (indices >= 0) & self.layer.adds[indices.clamp(min=0)]
         return [
             self.owners[patch] if is_acting else None
@@ -442,8 +442,8 @@ class Lessons:
         """
         told = self._said_of_others(names)
         small = [text.casefold() for _, text in told]
-        chosen = {n for name in names for n in resembling(name, small, RESEMBLING)}
-        texts = self.reading.of_others([told[n] for n in sorted(chosen)], names)
+        chosen = sorted(resembling(names, small, RESEMBLING))
+        texts = self.reading.of_others([told[n] for n in chosen], names)
         if not texts:
             return self.calibration.nearest
         read = [
@@ -608,7 +608,7 @@ class Lessons:
         lengths = torch.tensor([len(text.tokens) for text in batch.texts])
         rows, positions = (torch.arange(int(lengths.max())) < lengths[:, None]).nonzero().unbind(1)
         given = self.reading.given(batch, rows.tolist(), positions.tolist()).to(self.layer.encoder.dtype)
-        patches = self.layer(given, return_stats=True)[1].indices[..., 0]
+        patches = self.layer.choose(given)[..., 0]
         acting = patches.new_full((len(lengths), int(lengths.max())), -1)
         acting[rows, positions] = patches
         return acting
