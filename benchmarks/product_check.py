@@ -8,8 +8,9 @@ is not the score that belongs there: of two that are equal but for rounding, eit
 runs other tokens pass, so that memory that nobody wrote shows. Times are medians over replays of a CUDA graph
 and, as "eager", of launches one by one, over those of the dense FFN (4 d) in the same run.
 
-Then flat prototypes, whose kernel loads its tiles alike, and other block sizes of `route_pairs`, for as long
-as there is time. Every row is written as soon as it is known.
+Of each is said, too, what choosing and gathering move of the memory's bandwidth: every decoder that somebody
+chose is counted once. Then flat prototypes, whose kernel loads its tiles alike; 256 of the same rank are what
+many patches are compared with. Every row is written as soon as it is known.
 """
 
 import argparse
@@ -22,9 +23,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tune import kernel_times
 
 from attractor import APN
-from attractor.bench import TOLERANCE, relative_rms, seconds
+from attractor.bench import H200_BANDWIDTH, TOLERANCE, relative_rms, seconds
 from attractor.config import GPTConfig
 from attractor.model import MLP
 from attractor.ops import product, reference
@@ -33,16 +35,8 @@ from attractor.results import write_result
 TOP_K = 4
 SCORE_TOLERANCE = 1e-4
 """Of a score: a cosine over a temperature of 0.07, added up in float32."""
-VARIANTS: list[dict[str, int]] = [
-    {"num_stages": 1},
-    {"num_stages": 2},
-    {"BN": 128, "BK": 128, "num_warps": 8},
-    {"BN": 128, "BK": 256, "num_warps": 8},
-    {"BN": 64, "BK": 64, "num_warps": 4},
-    {"BN": 64, "BK": 256, "num_warps": 8},
-]
-FLAT = [(256, 32, 4), (64, 128, 16)]
-"""Patches, rank and active patches: the paper's layer and the benchmark's."""
+FLAT = [(256, 32, 4), (64, 128, 16), (256, 8, 4)]
+"""Patches, rank and active patches: the paper's layer, the benchmark's, and few of the rank of many."""
 Row = dict[str, Any]
 
 
@@ -177,6 +171,11 @@ def dense_times(sizes: Sizes, dtype: torch.dtype) -> dict[str, float | None]:
     return times(ffn, x, torch.randn_like(x))
 
 
+def over(spent: dict[str, float | None], dense: dict[str, float | None]) -> dict[str, float | None]:
+    pairs = {name: (time, dense[name]) for name, time in spent.items()}
+    return {name: time / other if time and other else None for name, (time, other) in pairs.items()}
+
+
 def check(sizes: Sizes, rows: int, dtype: torch.dtype, dense: dict[str, float | None]) -> Row:
     layer = product_layer(sizes, rows, dtype)
     x, other = tokens_of(sizes, dtype, 1), tokens_of(sizes, dtype, 2)
@@ -185,10 +184,12 @@ def check(sizes: Sizes, rows: int, dtype: torch.dtype, dense: dict[str, float | 
     row |= errors(layer, x, upstream)
     row["differing_runs"] = differing_runs(layer, x, other, upstream, sizes.runs)
     row["microseconds"] = times(layer, x, upstream)
-    row["over_dense"] = {
-        name: None if spent is None or not dense[name] else spent / dense[name]
-        for name, spent in row["microseconds"].items()
-    }
+    row["over_dense"] = over(row["microseconds"], dense)
+    if sizes.device == "cuda":
+        row["kernels"] = kernel_times(lambda: step(layer, x, upstream))
+        row |= share_of_memory(
+            sizes, row["kernels"], int(layer(x, return_stats=True)[1].indices.unique().numel())
+        )
     row["right"] = (
         row["wrong_choices"] == 0
         and row["differing_runs"] == 0
@@ -197,41 +198,36 @@ def check(sizes: Sizes, rows: int, dtype: torch.dtype, dense: dict[str, float | 
     return row
 
 
-def check_flat(sizes: Sizes, patches: int, rank: int, top_k: int, dtype: torch.dtype = torch.bfloat16) -> Row:
+def share_of_memory(sizes: Sizes, kernels: dict[str, float], chosen: int) -> Row:
+    """Bytes that choosing and gathering must move, over their time, as a share of the bandwidth; bfloat16."""
+    tokens = sizes.tokens * sizes.dim * 2
+    gathered = chosen * sizes.rank * sizes.dim * 2 + tokens + sizes.tokens * (8 * TOP_K + 4 * sizes.rank)
+    choosing = kernels["lengths"] + kernels["route_pairs"]
+    second = H200_BANDWIDTH / 1e6
+    return {
+        "chosen_patches": chosen,
+        "share_of_gathering": gathered / kernels["gather_decode"] / second,
+        "share_with_choosing": (gathered + tokens) / (kernels["gather_decode"] + choosing) / second,
+    }
+
+
+def check_flat(
+    sizes: Sizes,
+    patches: int,
+    rank: int,
+    top_k: int,
+    dense: dict[str, float | None],
+    dtype: torch.dtype = torch.bfloat16,
+) -> Row:
     torch.manual_seed(0)
     options = {"num_patches": patches, "rank": rank, "top_k": top_k, "backend": "triton"}
     layer = APN(sizes.dim, **options, device=sizes.device, dtype=dtype)
     x, other, upstream = (tokens_of(sizes, dtype, seed) for seed in (1, 2, 3))
     wrong = wrong_choices(layer, x, step(layer, x, upstream)[0])
-    return {
-        "flat": patches,
-        "rank": rank,
-        "wrong_choices": wrong,
-        "differing_runs": differing_runs(layer, x, other, upstream, sizes.runs),
-    }
-
-
-def check_variant(
-    sizes: Sizes, rows: int, blocks: dict[str, int], dtype: torch.dtype = torch.bfloat16
-) -> Row:
-    """The forward pass with other blocks."""
-    layer = product_layer(sizes, rows, dtype).requires_grad_(False)
-    x, other = tokens_of(sizes, dtype, 1), tokens_of(sizes, dtype, 2)
-    row: Row = {"rows": rows, "blocks": blocks}
-    product.TRIED.update(blocks)
-    try:
-        first = layer(x, return_stats=True)[1].indices
-        row["wrong_choices"] = wrong_choices(layer, x, first)
-        row["differing_runs"] = 0
-        for _ in range(sizes.runs):
-            layer(other)
-            row["differing_runs"] += not torch.equal(first, layer(x, return_stats=True)[1].indices)
-        row["forward"] = microseconds(lambda: layer(x), sizes.device, graph=True)
-    except Exception as error:  # of a compiler that cannot: the others are worth trying
-        row["problem"] = f"{type(error).__name__}: {str(error)[:200]}"
-    finally:
-        product.TRIED.clear()
-    return row
+    differing = differing_runs(layer, x, other, upstream, sizes.runs)
+    row: Row = {"flat": patches, "rank": rank, "wrong_choices": wrong, "differing_runs": differing}
+    row["microseconds"] = times(layer, x, upstream)
+    return row | {"over_dense": over(row["microseconds"], dense)}
 
 
 def shown(number: float | None) -> str:
@@ -247,18 +243,19 @@ def table(result: Row) -> None:
         name = f"{row['rows']} rows {row['dtype'].removeprefix('torch.')}"
         counts = f"{row['wrong_choices']:9}{row['differing_runs']:9}"
         print(f"{name:>20}{counts}{''.join(map(shown, ratios))}   {row['right']}")
+        if "share_of_gathering" in row:
+            shares = f"{row['share_of_gathering']:.2f} and {row['share_with_choosing']:.2f}"
+            print(f"{'':20}   of the bandwidth: {shares} with choosing, {row['chosen_patches']} patches")
     for row in result["flat"]:
         name = f"flat {row['flat']}, rank {row['rank']}"
-        print(f"{name:>20}{row['wrong_choices']:9}{row['differing_runs']:9}")
-    for row in result["variants"]:
-        print(f"{row['rows']:5} rows, {row['blocks']}: wrong {row.get('wrong_choices')}, ", end="")
-        print(f"differ {row.get('differing_runs')}, {row.get('forward')} us {row.get('problem', '')}")
+        counts = f"{row['wrong_choices']:9}{row['differing_runs']:9}"
+        print(f"{name:>20}{counts}{'':9}{''.join(map(shown, row['over_dense'].values()))}")
 
 
-def run_all(sizes: Sizes, rows: list[int], path: Path, budget: float) -> Row:
+def run_all(sizes: Sizes, rows: list[int], path: Path) -> Row:
     started = time.monotonic()
     result: Row = {"experiment": "product-check", "sizes": dataclasses.asdict(sizes), "top_k": TOP_K}
-    result |= {"dense": {}, "checks": [], "flat": [], "variants": []}
+    result |= {"dense": {}, "checks": [], "flat": []}
 
     def note(kind: str, row: Row) -> None:
         result[kind].append(row | {"after_seconds": time.monotonic() - started})
@@ -274,10 +271,7 @@ def run_all(sizes: Sizes, rows: list[int], path: Path, budget: float) -> Row:
     if sizes.device != "cuda":  # bfloat16 is not for the interpreter
         return result
     for patches, rank, top_k in FLAT:
-        note("flat", check_flat(sizes, patches, rank, top_k))
-    for count, blocks in ((count, blocks) for count in rows if count > 64 for blocks in [{}, *VARIANTS]):
-        if time.monotonic() - started < budget:
-            note("variants", check_variant(sizes, count, blocks))
+        note("flat", check_flat(sizes, patches, rank, top_k, result["dense"][str(torch.bfloat16)]))
     return result
 
 
@@ -287,10 +281,9 @@ def main() -> None:
     )
     parser.add_argument("--result", type=Path, required=True)
     parser.add_argument("--rows", type=int, nargs="+", default=[64, 256, 1024], help="of a codebook")
-    parser.add_argument("--seconds", type=float, default=75, help="after which no new variant is tried")
     given = parser.parse_args()
     product.MOST_ROWS = max(given.rows)  # whatever the layer would do by itself
-    table(run_all(Sizes(), given.rows, given.result, given.seconds))
+    table(run_all(Sizes(), given.rows, given.result))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ import torch
 from test_fused import FEW_TOKENS, ON_GPU, few_are_fewer  # noqa: F401
 from test_layer import needs_triton
 
-from attractor.ops import product
-
 pytestmark = [
     needs_triton,
     pytest.mark.skipif(ON_GPU, reason="a GPU runs the check itself"),
@@ -26,7 +24,7 @@ def no_clock(monkeypatch):
 
 def test_rows_are_right_and_written(tmp_path, capsys):
     path = tmp_path / "check.json"
-    result = product_check.run_all(dataclasses.replace(SIZES, tokens=9), [5], path, budget=0)
+    result = product_check.run_all(dataclasses.replace(SIZES, tokens=9), [5], path)
     (row,) = json.loads(path.read_text())["checks"]
     assert row["right"] is True
     assert row["wrong_choices"] == row["differing_runs"] == 0
@@ -35,13 +33,21 @@ def test_rows_are_right_and_written(tmp_path, capsys):
     assert "5 rows float32" in capsys.readouterr().out
 
 
-def test_other_blocks_and_flat_prototypes():
-    row = product_check.check_variant(SIZES, 20, {"BN": 16, "BK": 16}, torch.float32)
+def test_flat_prototypes():
+    dense = dict.fromkeys(("forward", "forward_backward", "eager_forward", "eager_forward_backward"), 2e3)
+    row = product_check.check_flat(SIZES, 6, 2, 2, dense, torch.float32)
     assert row["wrong_choices"] == row["differing_runs"] == 0
-    assert "problem" not in row
-    assert product.TRIED == {}
-    row = product_check.check_flat(SIZES, 6, 2, 2, torch.float32)
-    assert row["wrong_choices"] == row["differing_runs"] == 0
+    assert set(row["over_dense"].values()) == {0.5}
+
+
+def test_a_decoder_is_counted_once():
+    """At 4.3 TB/s, 4.3 MB take a microsecond."""
+    sizes = product_check.Sizes(dim=500, tokens=1000, rank=4)
+    kernels = {"lengths": 1.0, "route_pairs": 2.0, "gather_decode": 2.0}
+    row = product_check.share_of_memory(sizes, kernels, 1000)
+    gathered = 1000 * 4 * 500 * 2 + 1000 * 500 * 2 + 1000 * (4 * 8 + 4 * 4)
+    assert row["share_of_gathering"] == pytest.approx(gathered / 8.6e6)
+    assert row["share_with_choosing"] == pytest.approx((gathered + 1e6) / 21.5e6)
 
 
 def test_wrong_choices_are_counted():

@@ -25,8 +25,6 @@ MOST_ROWS = 1024
 the same bits in every run."""
 FEW_TOKENS, FEW_ROWS = 64, 4096
 """Up to here, without gradients, a token and a few rows of a codebook have a program of their own."""
-TRIED: dict[str, int] = {}
-"""Sizes of `route_pairs` instead of those that are chosen: for benchmarks/product_check.py."""
 WAVE = 264
 """Programs that keep a large GPU busy."""
 
@@ -51,7 +49,7 @@ def route_blocks(
     blocks["num_warps"] = 4 if blocks["BN"] == 64 and not float32 else 8
     if float32:
         blocks |= {"BD": min(32, power(shape.d, 16)), "num_stages": 2}
-    return blocks | TRIED, split
+    return blocks, split
 
 
 def product_forward(
