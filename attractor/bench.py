@@ -10,7 +10,7 @@ A backend whose output or gradients do not match the float64 reference gets no t
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -254,13 +254,20 @@ def bench_layer(
     report: Report,
     rounds: int = 1,
     compiled: bool = False,
+    only: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
-    """Every module at every size. Rounds take turns and give medians: for machines with other work."""
+    """Every module at every size, or `only` some beside dense.
+
+    Rounds take turns and give medians: for machines with other work.
+    """
+    known = (*PEERS, *ops.BACKENDS)
+    if unknown := set(only) - set(known):
+        raise ValueError(f"{', '.join(sorted(unknown))}: not among what is timed, {', '.join(known)}")
     results = []
     for size in sizes:
         report(str(size))
         rows: list[dict[str, Any]] = []
-        names = names_for(size, device, dtype)
+        names = [name for name in names_for(size, device, dtype) if not only or name in ("dense", *only)]
         measured = [
             {name: measure_layer(name, size, device, dtype, compiled) for name in names}
             for _ in range(rounds)

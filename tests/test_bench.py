@@ -42,6 +42,13 @@ def test_what_differs_gets_no_time(monkeypatch):
     assert "not timed" in bench._line(row)
 
 
+def test_only_some_are_timed():
+    (found,) = bench.bench_layer([SMALL], CPU, torch.float32, lambda line: None, only=["grouped"])
+    assert [row["name"] for row in found["rows"]] == ["dense", "grouped"]
+    with pytest.raises(ValueError, match="tritn: not among what is timed, dense, adapter, moe, reference"):
+        bench.bench_layer([SMALL], CPU, torch.float32, lambda line: None, only=["tritn"])
+
+
 def test_what_is_compiled_is_timed_as_such(monkeypatch):
     compiled = []
 

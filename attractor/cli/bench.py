@@ -25,6 +25,8 @@ class BenchLayer:
     """These sizes instead: width,tokens,patches,rank,active, such as 1536,16384,48,128,8."""
     compiled: bool = False
     """Also what torch.compile makes of each, in its default mode."""
+    only: tuple[str, ...] = ()
+    """Only these beside dense: adapter, moe, and the backends reference, grouped and triton."""
     rounds: int = 1
     """Take turns this often and give medians; 3 or more on a machine that does other work."""
     json: JSONFile = None
@@ -38,7 +40,8 @@ class BenchLayer:
         usual = bench.SIZES if device.type == "cuda" else bench.SIZES[:1]
         chosen = [bench.size_of(size) for size in self.sizes]
         sizes = chosen or (bench.sweep_sizes() if self.sweep else usual)
-        results = bench.bench_layer(sizes, device, bench.DTYPES[dtype], print, self.rounds, self.compiled)
+        dtypes, how = bench.DTYPES[dtype], (self.rounds, self.compiled, self.only)
+        results = bench.bench_layer(sizes, device, dtypes, print, *how)
         experiment = "bench layer --sweep" if self.sweep else "bench layer"
         _write(self.json, experiment, {"dtype": dtype, "rounds": self.rounds}, results=results)
 
