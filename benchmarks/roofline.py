@@ -1,6 +1,6 @@
 """What the kernels of a layer must move and compute, beside the time that they took: a table in Markdown.
 
-    PYTHONPATH=. python benchmarks/roofline.py results/tune-many-h200.json
+    PYTHONPATH=. python benchmarks/roofline.py results/tune-h200.json
 
 prints the tables of docs/performance.md from the result of benchmarks/tune.py. Every tensor is counted once
 as read and once as written, however often a kernel gathers its rows: what is gathered again comes from the
@@ -21,8 +21,14 @@ SHOWN = ("d=384 tokens=16384 K=256 r=32 k=4", "d=384 tokens=16384 K=256 r=128 k=
 HALF, FULL = 2, 4  # bytes of a number
 
 
-def work(d: int, n: int, K: int, r: int, k: int) -> Iterator[tuple[tuple[str, ...], float, float]]:
-    """Kernels that go together, the bytes they move and the floating-point operations of their products."""
+def work(
+    d: int, n: int, K: int, r: int, k: int, apart: bool
+) -> Iterator[tuple[tuple[str, ...], float, float]]:
+    """Kernels that go together, the bytes they move and the floating-point operations of their products.
+
+    Where gradients of gates are kernels of their own (`apart`), what passes between them is read twice and
+    written twice, and codes have one gradient for each token.
+    """
     pairs, width = n * k, r + K
     tokens, codes = n * d * HALF, n * r * FULL
     prototypes, encoder, decoders = K * d * HALF, d * r * HALF, K * r * d * HALF
@@ -34,13 +40,13 @@ def work(d: int, n: int, K: int, r: int, k: int) -> Iterator[tuple[tuple[str, ..
     yield ("decode",), codes + decoders + 2 * one_each + pairs * d * HALF, 2 * pairs * r * d
     yield ("combine",), pairs * d * HALF + tokens, 0
     yield (
-        ("decode_backward", "pair_products", "gate_backward"),  # the first alone, or the others
-        tokens + codes + decoders + 2 * one_each + 2 * of_pairs + one_each,
+        ("decode_backward", "pair_products", "code_backward", "gate_backward"),  # the first, or the others
+        tokens + codes + decoders + 3 * one_each + (4 if apart else 2) * of_pairs,
         2 * pairs * r * d,
     )
     yield (
         ("token_backward",),
-        of_pairs + 4 * one_each + 2 * tokens + prototypes + encoder + n * width * HALF,
+        (0 if apart else of_pairs) + 4 * one_each + 2 * tokens + prototypes + encoder + n * width * HALF,
         2 * n * d * width,
     )
     yield (
@@ -52,11 +58,11 @@ def work(d: int, n: int, K: int, r: int, k: int) -> Iterator[tuple[tuple[str, ..
 
 
 def table(result: dict[str, Any], name: str) -> list[str]:
-    """Lines of Markdown for a shape; times are of the best sizes."""
-    times = result["final"][name]["best"]["kernels"]
+    """Lines of Markdown for a shape; times are of the sizes that are chosen."""
+    times = result["final"][name]["today"]["kernels"]
     lines = ["| kernels | MB | GFLOP | floor, µs | µs | share |", "|---|---|---|---|---|---|"]
     floors = spent = 0.0
-    for kernels, moved, flops in work(*map(int, re.findall(r"\d+", name))):
+    for kernels, moved, flops in work(*map(int, re.findall(r"\d+", name)), "gate_backward" in times):
         kernels = tuple(kernel for kernel in kernels if kernel in times)
         took = sum(times[kernel] for kernel in kernels)
         floor = 1e6 * max(moved / H200_BANDWIDTH, flops / H200_FLOPS)

@@ -261,10 +261,7 @@ class Shape(NamedTuple):
         return chosen | {"BD": min(chosen["BD"], power(self.d, 16))} if "BD" in chosen else chosen
 
     def _measured(self, kernel: str, usual: bool) -> dict[str, int]:
-        """What was best in results/tune-h200.json and results/tune-many-h200.json, for shapes like those.
-
-        The others keep what they had.
-        """
+        """What was best in results/tune-h200.json, for shapes like those; the others keep what they had."""
         wide = self.r > 64 and self.K > 128
         tokens = {"BN": 64, "BD": 32 if wide else 64} if self.n >= 16384 else {}
         if not usual:  # float32 tokens
@@ -276,6 +273,7 @@ class Shape(NamedTuple):
         return {
             "combine": {"BN": 2, "BD": 512},
             "pair_products": {"BM": 128, "num_warps": 8} if self.busy else {},
+            "gate_backward": {"BR": 8, "num_warps": 1} if self.busy else {},
             "token_backward": tokens,
             "bank_backward": {
                 "BM": 32,
@@ -290,15 +288,15 @@ class Shape(NamedTuple):
         }.get(kernel, {})
 
     def _measured_of_many(self, kernel: str, usual: bool) -> dict[str, int]:
-        """The same from results/tune-many-h200.json: patches are many, and perhaps few pairs have one."""
+        """The same where patches are many, and perhaps few pairs have one."""
         if not usual or self.r > 64:
             return {}
         few = self.tile == 16
         return {
             "combine": {"BN": 2, "BD": 512},
-            "decode": {"num_stages": 4} if few else {},
-            "decode_backward": {"num_warps": 1} if few else {},
-            "bank_backward": {"BM": 16, "BD": 128, "num_warps": 2, "num_stages": 3} if few else {},
+            "decode": {"num_stages": 4},
+            "decode_backward": {"num_warps": 1 if few else 2},
+            "bank_backward": {"BM": 16, "BD": 64, "num_warps": 1, "num_stages": 3},
             "token_products": {"BD": 64, "num_stages": 5},
         }.get(kernel, {})
 
