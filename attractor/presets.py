@@ -17,7 +17,7 @@ def paper_apn() -> RunConfig:
 
 
 def best_apn() -> RunConfig:
-    """The APN that predicts best in a dense model's time on a GPU: 256 patches of rank 128, 16 active, 80.34M.
+    """The APN that predicts best in a dense model's time on a GPU: 16 of 256 patches of rank 128, 80.34M.
 
     That holds for a text too large to learn by heart. From a small one, such as Shakespeare, 64 patches with
     16 active learn more, with dropout, a patch_dropout of 0.3 and a weight decay of 1.

@@ -6,6 +6,8 @@ import pytest
 import torch
 from test_layer import build, every_variant
 
+from attractor.ops.tapes import Tape, Taped
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore::UserWarning"),  # torch.compile's advice about this GPU
@@ -66,3 +68,22 @@ def test_same_bits_twice():
     first = torch.autograd.grad(layer(x), list(layer.parameters()), upstream)
     second = torch.autograd.grad(layer(x), list(layer.parameters()), upstream)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def test_what_is_compiled_repeats_launches():
+    """From the third step on; with the bits of eager code, also where other tokens come in between."""
+    torch._dynamo.reset()
+    layer = build(**SIZES).cuda()
+    compiled = torch.compile(layer, fullgraph=True)
+    upstream = torch.randn(500, 96, device="cuda")
+    for taped in Taped.every:
+        taped.tapes.clear()
+    for _ in range(4):
+        x = torch.randn(500, 96, device="cuda", requires_grad=True)
+        found, wanted = (
+            torch.autograd.grad(call(x), [x, *layer.parameters()], upstream) for call in (compiled, layer)
+        )
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+    known = [tape for taped in Taped.every for tape in taped.tapes.values()]
+    assert len(known) == 2  # of both: forward and backward
+    assert all(isinstance(tape, Tape) for tape in known)

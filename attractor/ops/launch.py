@@ -77,20 +77,25 @@ def operator(run: Callable[..., Any], fake: Callable[..., Any]) -> Callable[...,
     every = list(inspect.signature(run).parameters)
     places = [every.index(argument) for argument in inspect.signature(fake).parameters]
     torch.library.define(name, torch.library.infer_schema(run, mutates_args=()))
+    taped = Taped(run, torch.get_float32_matmul_precision)
+
+    def on_cuda(first: Tensor, *rest: Any) -> Any:
+        """Also for what torch.compile makes, which calls the operator that is registered."""
+        other = first.get_device() != torch.cuda.current_device()
+        if TRIED or other or torch._C._len_torch_dispatch_stack() > 0:
+            return on_gpu(first, *rest)
+        return taped(first, *rest)
+
     torch.library.impl(name, "cpu", run)
-    torch.library.impl(name, "cuda", on_gpu)
+    torch.library.impl(name, "cuda", on_cuda)
     torch.library.register_fake(name, lambda *given: fake(*(given[place] for place in places)))
     registered = getattr(torch.ops.attractor, run.__name__).default
-
-    taped = Taped(run, torch.get_float32_matmul_precision)
 
     def call(first: Tensor, *rest: Any) -> Any:
         watched = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
         if watched or type(first) not in (Tensor, torch.nn.Parameter) or not first.is_cuda:
             return registered(first, *rest)
-        if TRIED or first.get_device() != torch.cuda.current_device():
-            return on_gpu(first, *rest)
-        return taped(first, *rest)
+        return on_cuda(first, *rest)
 
     return call
 
