@@ -10,6 +10,7 @@ row that fails has its error in place of figures. `transformers` runs in the sam
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import math
@@ -253,6 +254,7 @@ class Place:
     prompts: list[str]
     names: Iterator[str]
     rows: dict[str, Any]
+    note: Callable[[str, dict[str, Any]], None]  # writes a row that is not yet done
 
     def seconds_left(self) -> float:
         return self.rows["_until"] - time.time()
@@ -638,7 +640,7 @@ def hostile(place: Place, tokenizer: Any, text: str) -> dict[str, Any]:
         text[120:240],
     ]
     vocabulary = teacher.publication.vocab_size
-    mine, tries = names(7), 0
+    mine = names(7)
     others = [fact(next(place.names), number) for number in range(20)]
 
     def random_tokens() -> dict[str, Any]:
@@ -668,65 +670,64 @@ def hostile(place: Place, tokenizer: Any, text: str) -> dict[str, Any]:
         }
 
     kinds = {"random": random_tokens, "poisoned": poisoned, "copied": copied, "of another": of_another}
-    done = {name: {"taught": 0, "not_known": 0, "refused": 0, "seconds": 0.0} for name in kinds}
+    done = {name: {"taught": 0, "not_known": 0, "refused": 0} for name in kinds}
     numbers, reasons = list[int](), list[str]()
-    turns = max(1, sizes.hostile // sizes.hostile_at_once)
+    found: dict[str, Any] = {
+        "tried": 0,
+        "kinds": done,
+        "tokens": len(tokens),
+        "perplexity_before": math.exp(before),
+    }
 
-    def teach(name: str, lessons: list[dict[str, Any]], source: str) -> None:
+    def teach(lessons: list[tuple[str, dict[str, Any]]], source: str) -> None:
+        """At once; those that are refused are left out, or by halves if the server does not say which."""
+        asked = {"lessons": [lesson for _, lesson in lessons], "source": source}
         try:
-            answer = call(place.port, "POST", "/v1/lessons", {"lessons": lessons, "source": source})
+            answer = call(place.port, "POST", "/v1/lessons", asked)
         except Refusal as refusal:
             at_fault = refusal.error.get("at_fault") or (range(1) if len(lessons) == 1 else [])
-            if not at_fault:  # it does not say which, so halves tell
+            if not at_fault:
                 half = len(lessons) // 2
-                for part in (lessons[:half], lessons[half:]):
-                    teach(name, part, source)
+                teach(lessons[:half], source)
+                teach(lessons[half:], source)
                 return
-            done[name]["refused"] += len(at_fault)
-            reasons.append(f"{name}: {refusal.args}"[:300])
-            if rest := [lesson for number, lesson in enumerate(lessons) if number not in at_fault]:
-                teach(name, rest, source)
+            for number in at_fault:
+                done[lessons[number][0]]["refused"] += 1
+            reasons.append(f"{lessons[at_fault[0]][0]}: {refusal.args}"[:300])
+            if rest := [one for number, one in enumerate(lessons) if number not in at_fault]:
+                teach(rest, source)
             return
-        kept = [one["lesson"] for one in answer["lessons"] if one["kept"]]
-        done[name]["taught"] += len(kept)
-        done[name]["not_known"] += len(lessons) - len(kept)  # nothing of them stays
-        numbers.extend(kept)
+        for (name, _), one in zip(lessons, answer["lessons"], strict=True):
+            done[name]["taught" if one["kept"] else "not_known"] += 1
+            if one["kept"]:
+                numbers.append(one["lesson"])
 
-    for turn in range(turns):
-        name = list(kinds)[turn % len(kinds)]
-        began, each = time.perf_counter(), []
-        for _ in range(sizes.hostile_at_once):
-            lesson = kinds[name]()
-            each.append(lesson)
-        teach(name, each, f"hostile-{turn}")
-        done[name]["seconds"] += time.perf_counter() - began
-        tries += len(each)
-        if place.seconds_left() < 20:
-            break
-    after = evaluate(taught, tokens, batch_size=8)
-    live = [number for number in numbers if number in teacher.catalogue.entries]
-    revoked = 0
+    while found["tried"] < sizes.hostile and place.seconds_left() > 20:
+        began, names_of = time.perf_counter(), itertools.islice(itertools.cycle(kinds), sizes.hostile_at_once)
+        teach([(name, kinds[name]()) for name in names_of], f"hostile-{found['tried']}")
+        found["tried"] += sizes.hostile_at_once
+        found["seconds"] = found.get("seconds", 0.0) + time.perf_counter() - began
+        after = evaluate(taught, tokens, batch_size=8)
+        live = [number for number in numbers if number in teacher.catalogue.entries]
+        found |= {
+            "standing": len(live),
+            "perplexity_after": math.exp(after),
+            "rise": math.expm1(after - before),
+        }
+        found["refusals"] = reasons[:5]
+        place.note("hostile", found)  # of a run that is cut, what was done by then
     for number in live[:5]:
         call(place.port, "DELETE", f"/v1/lessons/{number}")
-        revoked += number not in teacher.catalogue.entries
+    found["revoked_one_by_one"] = sum(number not in teacher.catalogue.entries for number in live[:5])
     for source in list(teacher.catalogue.sources):
         call(place.port, "DELETE", f"/v1/sources/{source}")
-    left = len(teacher.catalogue.entries)
     window = torch.as_tensor(tokens[:256].astype("int64"))[None].to(base.device)
     with torch.no_grad():
         same = torch.equal(taught(window), base(window))
     return {
-        "tried": tries,
-        "kinds": done,
-        "standing_at_the_end": len(live),
-        "tokens": len(tokens),
-        "perplexity_before": math.exp(before),
-        "perplexity_after": math.exp(after),
-        "rise": math.expm1(after - before),
-        "revoked_one_by_one": revoked,
-        "left_after_forgetting": left,
+        **found,
+        "left_after_forgetting": len(teacher.catalogue.entries),
         "base_to_the_bit": same and evaluate(taught, tokens, batch_size=8) == before,
-        "refusals": reasons[:5],
     }
 
 
@@ -760,6 +761,16 @@ def main() -> int:
     rows: dict[str, Any] = {"_until": BEGUN + 60 * options.minutes}
     failed = 0
 
+    def write() -> None:
+        shown = {key: value for key, value in rows.items() if not key.startswith("_")}
+        settings = {**dataclasses.asdict(sizes), "device": options.device, "minutes": options.minutes}
+        result = {"experiment": "serve", "seed": 0, "model": Path(options.model).name, "settings": settings}
+        write_result(options.result, {**result, **shown})
+
+    def note(name: str, values: dict[str, Any]) -> None:
+        rows[name] = values
+        write()
+
     def row(name: str, work: Callable[[], dict[str, Any]], *, wanted: bool = True) -> Any:
         nonlocal failed
         if options.only and name not in options.only and not wanted:
@@ -775,10 +786,7 @@ def main() -> int:
                 traceback.print_exc()
                 rows[name] = {"error": f"{type(error).__name__}: {error}"[:1000]}
             rows[name]["row_s"] = round(time.time() - began, 2)
-        shown = {key: value for key, value in rows.items() if not key.startswith("_")}
-        settings = {**dataclasses.asdict(sizes), "device": options.device, "minutes": options.minutes}
-        result = {"experiment": "serve", "seed": 0, "model": Path(options.model).name, "settings": settings}
-        write_result(options.result, {**result, **shown})
+        write()
         print(f"{time.time() - BEGUN:6.1f} s  {name}: {json.dumps(rows[name])[:700]}", flush=True)
         return rows[name]
 
@@ -799,7 +807,7 @@ def main() -> int:
         if options.only == ["start"]:
             return 0
         row("canaries", lambda: canaries_read(service))
-        place = Place(service, port, clients, sizes, prompts, names(), rows)
+        place = Place(service, port, clients, sizes, prompts, names(), rows, note)
         text = options.text.read_text() if options.text else background()
         # the weights that the server reads, without anything of ours around them
         plain, _ = load(options.model, options.device)
