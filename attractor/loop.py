@@ -85,12 +85,26 @@ def clip_gradients(parameters: Iterable[nn.Parameter], most: float) -> None:
         nn.utils.clip_grad_norm_(parameters, most)
         return
     for parameter in sparse:
-        parameter.grad = cast(Tensor, parameter.grad).coalesce()
+        parameter.grad = _coalesced(cast(Tensor, parameter.grad))
     gradients = [cast(Tensor, parameter.grad) for parameter in parameters]
     values = [gradient.values() if gradient.is_sparse else gradient for gradient in gradients]
     factor = (most / (nn.utils.get_total_norm(values) + 1e-6)).clamp(max=1.0)
     for value in values:
         value.mul_(factor.to(value.device))
+
+
+def _coalesced(gradient: Tensor) -> Tensor:
+    """Each row once. What is zero is left out before.
+
+    Product prototypes fill their gradients up with zeros for one patch, so that nothing waits for how many
+    patches were selected. There can be 200,000 rows of them, and a GPU adds those one after the other.
+    """
+    if gradient.is_coalesced():
+        return gradient
+    indices, values = gradient._indices(), gradient._values()
+    rows = values.flatten(1).any(1).nonzero().squeeze(1)
+    kept = torch.sparse_coo_tensor(indices[:, rows], values[rows], gradient.shape, check_invariants=False)
+    return kept.coalesce()
 
 
 @torch.no_grad()
@@ -99,13 +113,14 @@ def move_rows(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
         optimizer.register_step_pre_hook(move_rows)
 
-    Only the rows that a gradient has move. The others keep their values, are not decayed, and their moments
-    do not fade, as with `torch.optim.SparseAdam`: a step does not touch a bank of a million patches.
+    Only the rows that a gradient has move, and that are not zero. The others keep their values, are not
+    decayed, and their moments do not fade, as with `torch.optim.SparseAdam`: a step does not touch a bank of
+    a million patches.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is not None and parameter.grad.is_sparse:
-                _move_rows(parameter, parameter.grad.coalesce(), optimizer.state[parameter], group)
+                _move_rows(parameter, _coalesced(parameter.grad), optimizer.state[parameter], group)
                 parameter.grad = None
 
 

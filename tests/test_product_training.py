@@ -62,6 +62,29 @@ def test_other_rows_do_not_move():
     assert (parameter != before).any(1).tolist() == [False, False, False, False, True, False]
 
 
+def test_what_fills_a_gradient_up_is_not_added(monkeypatch):
+    """One row after the other of the same patch is what a GPU adds slowly."""
+    added = []
+    real = torch.Tensor.coalesce
+    monkeypatch.setattr(torch.Tensor, "coalesce", lambda x: (added.append(x._nnz()), real(x))[1])
+    values = torch.cat([torch.randn(2, 3), torch.zeros(500, 3)])
+    one, other = (nn.Parameter(torch.ones(6, 3)) for _ in range(2))
+    optimizers = [adamw(one), adamw(other)]
+    for _ in range(2):
+        one.grad, other.grad = sparse([1, *[4] * 501], values, one), sparse([1, 4], values[:2], other)
+        clip_gradients([one], 1e9)
+        for optimizer in optimizers:
+            optimizer.step()
+        assert torch.equal(one, other)
+        assert (one != 1).any(1).tolist() == [False, True, False, False, True, False]
+    assert max(added) == 2
+    before = one.detach().clone()
+    one.grad = sparse([1, 4], torch.tensor([[torch.nan] * 3, [0.0] * 3]), one)  # NaN is not nothing
+    optimizers[0].step()
+    assert one[1].isnan().all()
+    assert torch.equal(one[2:], before[2:])
+
+
 def test_sparse_gradients_are_clipped_with_the_others():
     torch.manual_seed(0)
     gradients = [torch.randn(4, 3), torch.randn(5)]
