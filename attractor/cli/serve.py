@@ -1,5 +1,6 @@
 """attractor serve"""
 
+import gc
 import logging
 import signal
 from collections.abc import Iterator
@@ -129,6 +130,9 @@ class Serve:
                 print(service.store.recovered)
 
             def announce(port: int) -> None:
+                # what is loaded stays: to look through it again held up every text for a fifth of a second
+                gc.collect()
+                gc.freeze()
                 print(f"{service.name}, version {service.version}, paths: {', '.join(service.paths())}")
                 host = f"[{self.host}]" if ":" in self.host else self.host
                 print(
