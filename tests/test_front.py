@@ -12,7 +12,7 @@ import attractor
 from attractor import cli, files, front, tokenizer
 from attractor.cli.common import INTERRUPTED
 from attractor.config import APNConfig, GPTConfig
-from attractor.continual.lessons import Lessons
+from attractor.continual.descent import Descent
 from attractor.files import alone_with
 from attractor.hf import pretrained, teachable
 from attractor.model import GPT
@@ -285,9 +285,9 @@ def test_a_retrofit_without_its_base_is_told(door, tmp_path):
 
 def test_lessons_from_the_command_line(door, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    real = Lessons._known  # an untrained model learns hardly anything: here everything counts as known
+    real = Descent.known  # an untrained model learns hardly anything: here everything counts as known
     monkeypatch.setattr(
-        Lessons, "_known", lambda self, turn, lessons: [1.0 for _ in real(self, turn, lessons)]
+        Descent, "known", lambda self, turn, lessons: [1.0 for _ in real(self, turn, lessons)]
     )
     (tmp_path / "lesson.jsonl").write_text("".join(json.dumps(form) + "\n" for form in forms("QZX", "5")))
     teach = ["teach", "tiny", "--file", "lesson.jsonl", "--save", "school", "--device", "cpu"]
@@ -320,9 +320,9 @@ def test_lessons_from_the_command_line(door, tmp_path, capsys, monkeypatch):
 
 def test_a_text_that_was_interrupted_goes_on_where_it_was(door, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    real, learned = Lessons._known, []
+    real, learned = Descent.known, []
     monkeypatch.setattr(
-        Lessons, "_known", lambda self, turn, lessons: [1.0 for _ in real(self, turn, lessons)]
+        Descent, "known", lambda self, turn, lessons: [1.0 for _ in real(self, turn, lessons)]
     )
     learn = attractor.Model.learn
 
@@ -353,9 +353,9 @@ def test_a_text_that_was_interrupted_goes_on_where_it_was(door, tmp_path, capsys
 
 def test_lessons_of_a_folder_are_not_lost(door, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    real = Lessons._known
+    real = Descent.known
     monkeypatch.setattr(
-        Lessons, "_known", lambda self, turn, lessons: [1.0 for _ in real(self, turn, lessons)]
+        Descent, "known", lambda self, turn, lessons: [1.0 for _ in real(self, turn, lessons)]
     )
 
     def teach(model, name, folder="school"):

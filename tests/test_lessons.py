@@ -239,10 +239,10 @@ def test_what_fails_half_way_forgets_nothing(taught, verb, monkeypatch):
     state = {name: value.clone() for name, value in lessons.layer.state_dict().items()}
     described = copy.deepcopy(lessons.describe())
 
-    def fail(*_):
+    def fail(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(lessons, "_train", fail)
+    monkeypatch.setattr(lessons.descent, "train", fail)
     with pytest.raises(KeyboardInterrupt):
         lessons.forget(first.number) if verb == "forget" else lessons.revise(first.number, forms("QZX", "4"))
     assert lessons.describe() == described
@@ -550,7 +550,7 @@ class TestWhatIsReadBesideAnswers:
         (batches,) = lessons.reading.batches(turns[:1])
         assert sum(int(batch.is_answer_n.sum()) for batch in batches) == 6
         assert sum(int((~batch.is_answer_n).sum()) for batch in batches) == 6 * 3 + 2 * 5
-        known = lessons._known(batches, 2)
+        known = lessons.descent.known(batches, 2)
         right = [lessons.reading.predict(batch).argmax(-1) == batch.target_n for batch in batches]
         for number in (0, 1):
             mine = [
@@ -909,13 +909,13 @@ def test_patches_that_no_text_enters_take_no_part_in_learning(taught, monkeypatc
     """Nor do they change anything: a lesson learned beside all patches is the same lesson."""
 
     def learned(lessons):
-        sizes, gradient = [], lessons._gradient
+        sizes, gradient = [], lessons.descent._gradient
 
         def watched(*given):
             sizes.append(lessons.layer.num_patches)
             return gradient(*given)
 
-        monkeypatch.setattr(lessons, "_gradient", watched)
+        monkeypatch.setattr(lessons.descent, "_gradient", watched)
         banks = {name: id(bank) for name, bank in lessons.layer.named_parameters()}
         before = lessons.layer.decoder.detach().clone()
         lesson = lessons.learn(forms("HVB", "3"))
@@ -929,13 +929,13 @@ def test_patches_that_no_text_enters_take_no_part_in_learning(taught, monkeypatc
     lesson, decoder, size = learned(few)
     assert size <= 3 * lesson.patches < few.layer.num_patches
     _, every, _ = copied(taught)
-    monkeypatch.setattr(every, "_entered", lambda turns: set(range(every.layer.num_patches)))
+    monkeypatch.setattr(every.descent, "_entered", lambda turns: set(range(every.layer.num_patches)))
     same, same_decoder, size = learned(every)
     assert size == every.layer.num_patches
     assert same.known == lesson.known
     assert torch.allclose(decoder, same_decoder, atol=1e-4)
     _, filled, _ = copied(taught)
-    monkeypatch.setattr(filled, "_room", lambda count: 2 * count)  # closed patches, as on a GPU
+    monkeypatch.setattr(filled.descent, "_room", lambda count: 2 * count)  # closed patches, as on a GPU
     same, same_decoder, size = learned(filled)
     assert size > 3 * lesson.patches
     assert same.known == lesson.known
@@ -945,13 +945,13 @@ def test_patches_that_no_text_enters_take_no_part_in_learning(taught, monkeypatc
 def test_a_vector_stays_as_it_was_when_it_was_found_good_enough(monkeypatch):
     net, lessons = school()
     seen = []
-    gradient = lessons._gradient
+    gradient = lessons.descent._gradient
 
     def watched(turn, count):
         seen.append(net.layer.decoder.detach().clone())
         return gradient(turn, count)
 
-    monkeypatch.setattr(lessons, "_gradient", watched)
+    monkeypatch.setattr(lessons.descent, "_gradient", watched)
     lesson = lessons.learn(forms("TQ Z", "5"))
     assert lesson.passes == len(seen) < CONFIG.passes
     owned = [patch for patch, owner in enumerate(lessons.owners) if owner == lesson.number]
