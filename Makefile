@@ -71,7 +71,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Setting up .venv (once; PyTorch is a large download) ..."
 	@$(PYTHON) -m venv .venv \
 	  || { echo "Could not create .venv: install your system's venv package (Debian, Ubuntu: python3-venv)"; exit 1; }
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[cli,train,hf]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[cli,train,hf,serve]"
 	@touch $@
 
 $(READY_TO_TEST): $(READY)

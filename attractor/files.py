@@ -52,6 +52,8 @@ def save_tensors(tensors: "Mapping[str, Tensor]", path: Path, metadata: dict[str
         raise OSError(f"cannot write {path.name} in {path.parent}: {error}") from error
 
 
+STORE = "lessons.db"
+"""The database of a server's store: a folder that has it is never replaced."""
 HASHES = "hashes.json"
 """Beside saved files: name -> SHA-256. It is no signature, and may be deleted where a change was meant."""
 
@@ -107,11 +109,18 @@ def digest_of(fields: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
+def check_replaceable(target: Path) -> None:
+    """An error where a folder holds what a server was taught: to replace it would delete that."""
+    if (target / STORE).exists():
+        raise ValueError(f"{target} is a server's store ({STORE} is in it): choose another folder")
+
+
 def write_folder(target: Path, fill: Callable[[Path], None], *, hashed: bool = True) -> None:
     """Call `fill` with an empty folder, flush what it wrote, and make it appear as `target`.
 
     If `hashed`, it lists the hashes of its files but those for people, for `check_hashes`.
     """
+    check_replaceable(target)
     partial = target.with_name(f".partial-{target.name}-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -131,6 +140,7 @@ def write_folder(target: Path, fill: Callable[[Path], None], *, hashed: bool = T
 def replace_folder(partial: Path, target: Path) -> None:
     """Flush a folder and its files, and make it appear as `target`; what was there goes only then."""
     recover_folder(target)
+    check_replaceable(target)
     for path in [*partial.iterdir(), partial]:
         flush(path)
     replaced = _replaced(target)

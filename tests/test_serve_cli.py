@@ -18,10 +18,11 @@ from served import FOX, serve
 
 from attractor import cli
 from attractor.cli.serve import Serve
+from attractor.files import write_folder
 from attractor.serve.decode.engine import Job
 from attractor.serve.errors import StoreDamaged
 from attractor.serve.http.auth import add_key
-from attractor.serve.store import check_folder, verify
+from attractor.serve.store import Store, check_folder, verify
 
 FAST = shlex.split(
     "--model.context 8 --model.num-layers 1 --model.num-heads 2 --model.dim 16 --model.apn.num-patches 4 "
@@ -152,6 +153,23 @@ def test_what_cannot_be_served_is_told_before_a_model_is_loaded(
     with serve(data):
         told = problem()
     assert f"--store {data} cannot be used: {data} is open already" in told
+
+
+def test_a_store_has_a_folder_of_its_own(tmp_path: Path) -> None:
+    """Who saves lessons replaces the whole folder: what a server keeps there would go with it."""
+    saved = tmp_path / "school"
+    write_folder(saved, lambda folder: (folder / "lessons.json").write_text("{}"))
+    for attempt in (check_folder, lambda folder: Store.open(folder, identity="x").close()):
+        with pytest.raises(ValueError, match=r"holds hashes.json, lessons.json, and a store needs a folder"):
+            attempt(saved)
+    served = tmp_path / "served"
+    Store.open(served, identity="x").close()
+    kept = sorted(path.name for path in served.iterdir())
+    with pytest.raises(ValueError, match=r"a server.s store \(lessons.db is in it\): choose another"):
+        write_folder(served, lambda folder: (folder / "lessons.json").write_text("{}"))
+    assert sorted(path.name for path in served.iterdir()) == kept
+    (served / "notes.txt").write_text("of somebody")  # there is a store, and it stays one
+    Store.open(served, identity="x").close()
 
 
 def test_looking_at_a_folder_leaves_nothing_there(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 WINDOW = 256
 """Tokens of background text that a model reads at once, if it can read so many."""
-EXTRA = 'serving needs the extra "serve": pip install "attractor-patch-networks[serve]" ({})'
+EXTRA = 'serving needs the extra "serve": pip install -c constraints.txt ".[serve]" in the checkout ({})'
 
 
 @contextmanager

@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import quote
 
-from attractor.files import flush
+from attractor.files import STORE, flush
 from attractor.serve.errors import StoreDamaged
 
-LESSONS, SNAPSHOTS = "lessons.db", "snapshots.db"
+LESSONS, SNAPSHOTS = STORE, "snapshots.db"
+OWN = (LESSONS, SNAPSHOTS, "acknowledged", "lock", "lost+found")
+"""What names in a folder may begin with before there is a store in it."""
 APPLICATION = 0x41545452  # "ATTR"
 FORMAT = 1
 STATES = {
@@ -200,17 +202,36 @@ def remove(path: Path) -> None:
 # --- the folder
 
 
-def make_folder(folder: Path) -> None:
-    """Make the folder and its parents, all of them durable."""
+def check_release(folder: Path) -> None:
+    """An error for the folder of an earlier release."""
     if (folder / "journal").is_dir():
         raise ValueError(
             f"{folder} holds journal/, which versions before 0.2.0 wrote and this one does not read: serve "
             "it with the version that wrote it, or give another --store and teach it all again"
         )
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder and its parents, all of them durable."""
+    check_release(folder)
+    check_alone(folder)
     missing = [place for place in [folder, *folder.parents] if not place.is_dir()]
     folder.mkdir(parents=True, exist_ok=True)
     for place in {*missing, folder}:  # the folder itself too: who made it may have been killed
         flush(place.parent)
+
+
+def check_alone(folder: Path) -> None:
+    """An error where a new store would lie among other files: who wrote them may replace the whole folder."""
+    if (folder / LESSONS).exists() or not folder.is_dir():
+        return
+    others = sorted(path.name for path in folder.iterdir() if not path.name.startswith((".", *OWN)))
+    if others:
+        few = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+        raise ValueError(
+            f"{folder} holds {few}, and a store needs a folder of its own: give another --store. Saved "
+            "lessons are served as the model"
+        )
 
 
 def check_folder(folder: Path, *, shared: bool = False) -> None:

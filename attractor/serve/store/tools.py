@@ -15,8 +15,8 @@ from attractor.serve.store.database import (
     SNAPSHOTS,
     Acknowledged,
     check_form,
+    check_release,
     check_structure,
-    make_folder,
     reader,
     sql,
 )
@@ -39,7 +39,7 @@ def lessons_in(folder: str | Path) -> Path:
     path = Path(folder).absolute() / LESSONS
     if not path.is_file():
         if path.parent.is_dir():
-            make_folder(path.parent)  # says so if this is the folder of an earlier release
+            check_release(path.parent)
         raise ValueError(f"{folder} holds no {LESSONS}: it is not the data folder of a server")
     return path
 
