@@ -292,7 +292,9 @@ def test_lessons_from_the_command_line(door, tmp_path, capsys, monkeypatch):
     (tmp_path / "lesson.jsonl").write_text("".join(json.dumps(form) + "\n" for form in forms("QZX", "5")))
     teach = ["teach", "tiny", "--file", "lesson.jsonl", "--save", "school", "--device", "cpu"]
     assert cli.main(teach) == 0
-    shown = capsys.readouterr().out
+    shown, bar = capsys.readouterr()
+    assert re.search(r"^\rpreparing \.\.\.\s*\rlearning:   0%.* 0/\d+ \[00:00<", bar)
+    assert f"/{attractor.load('school').most_passes} " in bar
     assert re.search(r"lesson 0 about '.*QZX.*': known\n  completes 100% of \d forms, before \d+%\n", shown)
     assert re.search(r"\d+ passes, \d patches, [\d,]+ bytes", shown)
     (tmp_path / "more.json").write_text('["we say QZX is => 6", "now QZX is => 6"]')

@@ -135,9 +135,14 @@ class Teach:
                 known += 1
                 continue
             count = f" {number} of {len(wanted)}" if len(wanted) > 1 else ""
-            with tqdm(unit="pass", desc=f"learning{count}", leave=False) as bar:
+            # nothing is counted before the first pass
+            with tqdm(unit="pass", leave=False, desc=f"preparing{count}", bar_format="{desc} ...") as bar:
 
-                def show(done: int, known: float, bar: Any = bar) -> None:
+                def show(done: int, known: float, bar: Any = bar, doing: str = f"learning{count}") -> None:
+                    if bar.total is None:
+                        bar.bar_format = None
+                        bar.set_description_str(doing, refresh=False)
+                        bar.reset(total=model.most_passes)  # its clock, too
                     bar.n = done
                     bar.set_postfix_str(f"{known:.0%} predicted")
 
