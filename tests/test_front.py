@@ -314,6 +314,9 @@ def test_lessons_from_the_command_line(door, tmp_path, capsys, monkeypatch):
     assert [lesson.number for lesson in attractor.load("school").lessons()] == [0]
     assert cli.main(["lessons", "school", "--forget", "7"]) == 1
     assert "there is no lesson 7; there are [0]" in capsys.readouterr().err
+    assert cli.main(["lessons", "school", "--forget"]) == 1
+    shown = capsys.readouterr()
+    assert (shown.out, "give numbers, as in --forget 0; there are [0]" in shown.err) == ("", True)
     (tmp_path / "school" / "lessons.json").write_text('{"lessons": [{}]}')
     (tmp_path / "school" / "hashes.json").unlink()
     assert cli.main(["lessons", "school"]) == 1

@@ -205,7 +205,7 @@ class ListLessons:
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER")]
     """What `attractor teach` or `Model.save` wrote."""
-    forget: Annotated[tuple[int, ...], otherwise("none", "NUMBERS")] = ()
+    forget: Annotated[tuple[int, ...] | None, otherwise("none", "NUMBERS")] = None
     """Numbers of lessons to take back: the model answers as if they had never been taught."""
     device: Device = None
 
@@ -214,7 +214,12 @@ class ListLessons:
             raise ValueError(self._why_none())
         lessons = self._read()
         known = {lesson["number"] for lesson in lessons}
-        if unknown := set(self.forget) - known:
+        if self.forget == ():
+            raise ValueError(
+                f"--forget names no lesson: give numbers, as in --forget {min(known, default=0)}; there are "
+                f"{sorted(known)}"
+            )
+        if unknown := set(self.forget or ()) - known:
             raise ValueError(f"there is no lesson {min(unknown)}; there are {sorted(known)}")
         if self.forget:
             from attractor.front import load
