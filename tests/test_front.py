@@ -408,4 +408,5 @@ def test_what_is_not_known_is_told_and_not_saved(door, tmp_path, capsys, monkeyp
     shown = capsys.readouterr().out
     assert "NOT KNOWN" in shown
     assert "nothing of it was kept" in shown
+    assert re.search(r"\n  \d+ passes, [\d.]+ s\n", shown)  # no patches and no bytes
     assert not (tmp_path / "school").exists()

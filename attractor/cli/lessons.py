@@ -272,10 +272,11 @@ def described(lesson: "Lesson | Taught") -> str:
     """What became of a lesson, for a person."""
     verdict = "known" if lesson.known == 1 else "NOT KNOWN"
     now, before = getattr(lesson, "answered", None), getattr(lesson, "answered_before", None)
+    kept = f"{lesson.patches} patches, {lesson.bytes:,} bytes, " if lesson.known == 1 else ""
     parts = [
         f"lesson {lesson.number} about {lesson.subject!r}: {verdict}",
         f"  completes {lesson.known:.0%} of {len(lesson.forms)} forms, before {lesson.known_before:.0%}",
-        f"  {lesson.passes} passes, {lesson.patches} patches, {lesson.bytes:,} bytes, {lesson.seconds:.1f} s",
+        f"  {lesson.passes} passes, {kept}{lesson.seconds:.1f} s",
     ]
     if now is not None:
         parts.insert(2, f"  answers {now:.0%} when it is asked to finish them, before {before:.0%}")
