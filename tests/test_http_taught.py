@@ -102,6 +102,24 @@ def test_from_teaching_to_taking_back(client: TestClient) -> None:
     assert [entry["lesson"] for entry in client.get("/v1/lessons").json()["data"]] == [0]
 
 
+def test_an_answer_that_is_given_again_says_what_stands(client: TestClient) -> None:
+    asked = {"lessons": [says(ANN, "!"), says(BOB, "?")], "source": "wiki", "idempotency_key": "k1"}
+    first = taught(client, **asked)
+    assert [lesson["stands"] for lesson in first["lessons"]] == [True, True]
+    (deleted,) = (lesson["lesson"] for lesson in first["lessons"] if lesson["subject"] == ANN)
+    version = client.delete(f"/v1/lessons/{deleted}?idempotency_key=k2").json()["version"]
+    again = taught(client, **asked)
+    assert (again["repeated"], again["version"], again["now"]) == (True, first["version"], version)
+    assert {each["subject"]: (each["kept"], each["stands"]) for each in again["lessons"]} == {
+        ANN: (True, False),
+        BOB: (True, True),
+    }
+    gone = client.delete(f"/v1/lessons/{deleted}?idempotency_key=k2").json()
+    assert (gone["repeated"], gone["now"]) == (True, version)
+    client.post("/v1/rollback", json={"version": first["version"]})
+    assert all(lesson["stands"] for lesson in taught(client, **asked)["lessons"])
+
+
 def test_every_reply_says_which_lessons_acted(client: TestClient) -> None:
     taught(client, **says(ANN, "!"))
     reply = completion(client, f"I met {ANN}", n=1)

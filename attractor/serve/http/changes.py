@@ -169,6 +169,9 @@ def add_lesson_routes(app: FastAPI, service: Service, settings: ServeSettings, c
     async def teach(form: LessonsForm, request: Request) -> Response:
         """Teach lessons. The reply comes when they are tested, and durable and in use if they are known.
 
+        With an idempotency key that was answered before it is that answer again (`repeated`), with the newest
+        version (`now`); `stands` of each lesson says whether it is there now, `kept` whether it was at first.
+
         With `Accept: text/event-stream` it is a stream of events that tell what is being done, and of which
         the last one is the reply or an error.
         """
