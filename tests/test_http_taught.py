@@ -290,7 +290,9 @@ def test_a_file_of_lessons_goes_from_server_to_server(client: TestClient, tmp_pa
         assert second.get("/v1/lessons/0").json()["source"] == "first"
         assert completion(second, f"I met {ANN}").json()["choices"][0]["text"][0] == "!"
         wrong = second.post("/v1/lessons/import", content=b"nonsense" * 9, headers=headers)
-        assert (wrong.status_code, "no file of lessons" in wrong.text) == (422, True)
+        assert wrong.status_code == 422
+        message = "this is no file of lessons: send what an export gave"
+        assert wrong.json()["error"]["message"] == message
         assert second.post("/v1/lessons/import", json={}).status_code == 415
         large = second.post("/v1/lessons/import", content=bytes(2 << 20), headers=headers)
         assert large.status_code == 413
