@@ -120,6 +120,17 @@ def test_an_answer_that_is_given_again_says_what_stands(client: TestClient) -> N
     assert all(lesson["stands"] for lesson in taught(client, **asked)["lessons"])
 
 
+def test_what_makes_no_lesson_is_named(client: TestClient) -> None:
+    for said, param in (
+        ({"text": "Hello."}, "text"),
+        ({"text": "Zora sings.", "subject": "Hugo"}, "text"),
+        ({"forms": ["Hello."]}, "forms"),
+        ({"lessons": [says(ANN, "!"), {"text": "Hello."}]}, "text"),
+    ):
+        reply = client.post("/v1/lessons", json=said)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (422, param)
+
+
 def test_every_reply_says_which_lessons_acted(client: TestClient) -> None:
     taught(client, **says(ANN, "!"))
     reply = completion(client, f"I met {ANN}", n=1)

@@ -302,10 +302,12 @@ def read_lessons(forms: Sequence[LessonForm], settings: ServeSettings) -> list[A
     if sentences > MOST_SENTENCES * settings.max_texts:
         most = MOST_SENTENCES * settings.max_texts
         raise Problem(422, f"{sentences} sentences; at most {most}: teach it in pieces", param="text")
-    try:
-        what = [each for form in forms for each in form.said.asked()]
-    except ValueError as error:
-        raise Problem(422, str(error), param="forms") from error
+    what: list[Asked] = []
+    for form in forms:
+        try:
+            what += form.said.asked()
+        except ValueError as error:
+            raise Problem(422, str(error), param="text" if form.forms is None else "forms") from error
     check_count("text", sum(len(each.forms) for each in what), settings)
     return what
 
