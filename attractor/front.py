@@ -20,7 +20,7 @@ from torch import Tensor
 
 from attractor.checkpoint import find_model
 from attractor.config import check_size
-from attractor.continual.config import LearnConfig, UpdateConfig
+from attractor.continual.config import LearnConfig, LessonConfig, UpdateConfig
 from attractor.continual.delta import bits
 from attractor.continual.forms import FRAMES, Form, asked_of_all, check_forms, check_subject, shared_subject
 from attractor.continual.guarded import GuardedLearner
@@ -268,6 +268,13 @@ class Model:
         if require_known and lesson.known < 1:
             school.forget(lesson.number)
         return lesson
+
+    @property
+    def most_passes(self) -> int:
+        """So many passes over its forms a lesson takes at most."""
+        if self.source is None:
+            return PASSES
+        return (LessonConfig() if self.school is None else self.school.config).passes
 
     def lessons(self) -> list[Lesson | Taught]:
         """What the model was taught and has not forgotten; of patch-local learning, since it was loaded."""

@@ -296,7 +296,8 @@ def test_a_model_of_our_own_is_asked_taught_and_inspected(text, capsys, monkeypa
     capsys.readouterr()
     monkeypatch.setattr("attractor.front.RATE", 0.03)  # for so small a model
     assert run("teach", "runs/a", "--form", "to be => or", "--save", "runs/b", "--device", "cpu") == 0
-    shown = capsys.readouterr().out
+    shown, bar = capsys.readouterr()
+    assert re.search(r"preparing \.\.\.\s*\rlearning:   0%.* 0/40 ", bar)
     assert "lesson 0 about 'to be or': known" in shown
     assert "saved in runs/b" in shown
     assert run("sample", "runs/b", "--prompt", "to be", "--max-tokens", "3", "--temperature", "0") == 0

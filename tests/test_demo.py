@@ -20,6 +20,7 @@ from test_lessons import CONFIG, background, llama
 
 from attractor import demo
 from attractor.checkpoint import find_model
+from attractor.cli.demo import training_bar
 from attractor.continual.forms import shared_subject
 from attractor.corpora import CorpusUnavailable
 from attractor.data import prepare, read_text, windows
@@ -398,6 +399,18 @@ def test_an_interrupted_demo_goes_on_where_it_stopped(finished, dataset, tmp_pat
     assert [record["done"] for record in records if "train/loss" in record] == [4, 5, 6, 7, 8, 9, 10, 11, 12]
     assert result["samples"] == finished[1]["samples"]
     assert result["routing"] == finished[1]["routing"]
+
+
+def test_the_bar_begins_when_training_does(capsys):
+    with training_bar(12) as report:
+        assert capsys.readouterr().err == ""  # while lessons are taught
+        report({"step": 7, "done": 7, "doing": "training an APN"})
+        shown = capsys.readouterr().err
+        assert "7/12 [00:00<?, ?step/s]" in shown  # nothing of what was done before is in its rate
+    capsys.readouterr()
+    with training_bar(12):
+        pass
+    assert capsys.readouterr().err == ""
 
 
 def test_mistakes_are_told_before_any_training(finished, dataset, tmp_path):

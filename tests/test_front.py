@@ -292,7 +292,9 @@ def test_lessons_from_the_command_line(door, tmp_path, capsys, monkeypatch):
     (tmp_path / "lesson.jsonl").write_text("".join(json.dumps(form) + "\n" for form in forms("QZX", "5")))
     teach = ["teach", "tiny", "--file", "lesson.jsonl", "--save", "school", "--device", "cpu"]
     assert cli.main(teach) == 0
-    shown = capsys.readouterr().out
+    shown, bar = capsys.readouterr()
+    assert re.search(r"^\rpreparing \.\.\.\s*\rlearning:   0%.* 0/\d+ \[00:00<", bar)
+    assert f"/{attractor.load('school').most_passes} " in bar
     assert re.search(r"lesson 0 about '.*QZX.*': known\n  completes 100% of \d forms, before \d+%\n", shown)
     assert re.search(r"\d+ passes, \d patches, [\d,]+ bytes", shown)
     (tmp_path / "more.json").write_text('["we say QZX is => 6", "now QZX is => 6"]')
@@ -312,6 +314,9 @@ def test_lessons_from_the_command_line(door, tmp_path, capsys, monkeypatch):
     assert [lesson.number for lesson in attractor.load("school").lessons()] == [0]
     assert cli.main(["lessons", "school", "--forget", "7"]) == 1
     assert "there is no lesson 7; there are [0]" in capsys.readouterr().err
+    assert cli.main(["lessons", "school", "--forget"]) == 1
+    shown = capsys.readouterr()
+    assert (shown.out, "give numbers, as in --forget 0; there are [0]" in shown.err) == ("", True)
     (tmp_path / "school" / "lessons.json").write_text('{"lessons": [{}]}')
     (tmp_path / "school" / "hashes.json").unlink()
     assert cli.main(["lessons", "school"]) == 1
@@ -403,4 +408,5 @@ def test_what_is_not_known_is_told_and_not_saved(door, tmp_path, capsys, monkeyp
     shown = capsys.readouterr().out
     assert "NOT KNOWN" in shown
     assert "nothing of it was kept" in shown
+    assert re.search(r"\n  \d+ passes, [\d.]+ s\n", shown)  # no patches and no bytes
     assert not (tmp_path / "school").exists()

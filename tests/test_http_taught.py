@@ -102,6 +102,35 @@ def test_from_teaching_to_taking_back(client: TestClient) -> None:
     assert [entry["lesson"] for entry in client.get("/v1/lessons").json()["data"]] == [0]
 
 
+def test_an_answer_that_is_given_again_says_what_stands(client: TestClient) -> None:
+    asked = {"lessons": [says(ANN, "!"), says(BOB, "?")], "source": "wiki", "idempotency_key": "k1"}
+    first = taught(client, **asked)
+    assert [lesson["stands"] for lesson in first["lessons"]] == [True, True]
+    (deleted,) = (lesson["lesson"] for lesson in first["lessons"] if lesson["subject"] == ANN)
+    version = client.delete(f"/v1/lessons/{deleted}?idempotency_key=k2").json()["version"]
+    again = taught(client, **asked)
+    assert (again["repeated"], again["version"], again["now"]) == (True, first["version"], version)
+    assert {each["subject"]: (each["kept"], each["stands"]) for each in again["lessons"]} == {
+        ANN: (True, False),
+        BOB: (True, True),
+    }
+    gone = client.delete(f"/v1/lessons/{deleted}?idempotency_key=k2").json()
+    assert (gone["repeated"], gone["now"]) == (True, version)
+    client.post("/v1/rollback", json={"version": first["version"]})
+    assert all(lesson["stands"] for lesson in taught(client, **asked)["lessons"])
+
+
+def test_what_makes_no_lesson_is_named(client: TestClient) -> None:
+    for said, param in (
+        ({"text": "Hello."}, "text"),
+        ({"text": "Zora sings.", "subject": "Hugo"}, "text"),
+        ({"forms": ["Hello."]}, "forms"),
+        ({"lessons": [says(ANN, "!"), {"text": "Hello."}]}, "text"),
+    ):
+        reply = client.post("/v1/lessons", json=said)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (422, param)
+
+
 def test_every_reply_says_which_lessons_acted(client: TestClient) -> None:
     taught(client, **says(ANN, "!"))
     reply = completion(client, f"I met {ANN}", n=1)
@@ -272,7 +301,9 @@ def test_a_file_of_lessons_goes_from_server_to_server(client: TestClient, tmp_pa
         assert second.get("/v1/lessons/0").json()["source"] == "first"
         assert completion(second, f"I met {ANN}").json()["choices"][0]["text"][0] == "!"
         wrong = second.post("/v1/lessons/import", content=b"nonsense" * 9, headers=headers)
-        assert (wrong.status_code, "no file of lessons" in wrong.text) == (422, True)
+        assert wrong.status_code == 422
+        message = "this is no file of lessons: send what an export gave"
+        assert wrong.json()["error"]["message"] == message
         assert second.post("/v1/lessons/import", json={}).status_code == 415
         large = second.post("/v1/lessons/import", content=bytes(2 << 20), headers=headers)
         assert large.status_code == 413

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import struct
 import threading
 from pathlib import Path
 from typing import Any
@@ -713,6 +714,9 @@ def test_a_lesson_pauses_between_its_passes_while_texts_are_written(service: Ser
 # --- files
 
 
+GARBAGE = (b"", b"[]", b"nonsense" * 9, struct.pack("<Q", 2) + b"{}", struct.pack("<Q", 9) + b"[" * 9)
+
+
 def test_lessons_go_to_another_server_with_the_same_base(service: Service, tmp_path: Path) -> None:
     service.learn([about(ANN, "!"), about(BOB, "?")], "wiki")
     teacher: Any = service.teacher
@@ -726,7 +730,7 @@ def test_lessons_go_to_another_server_with_the_same_base(service: Service, tmp_p
         assert text_of(other, f"I met {BOB}")[0][0][0] == ord("?")  # the newer one
         for wrong, message in (
             (data[:-1], "no file of lessons"),
-            (b"", "no file of lessons"),
+            *((b, "^this is no file of lessons: send what an export gave$") for b in GARBAGE),
             (data.replace(b"attractor-lessons-1", b"attractor-lessons-9"), "its format is"),
             (data.replace(b'"base":"', b'"base":"0'), "no file of lessons|another base"),
         ):

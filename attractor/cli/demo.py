@@ -1,8 +1,10 @@
 """attractor demo"""
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from attractor import presets
 from attractor.cli.common import Device, dataset_of, progress_bar
@@ -14,6 +16,29 @@ def say(line: str) -> None:
     from tqdm import tqdm
 
     tqdm.write(line, file=sys.stderr)
+
+
+class training_bar:
+    """A bar that begins with the first record of a training: the lessons before it are not in its time.
+
+    What was done earlier is in none of its rates.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.bar: progress_bar | None = None
+
+    def __enter__(self) -> Callable[[dict[str, Any]], None]:
+        return self.show
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.__exit__()
+
+    def show(self, record: dict[str, Any]) -> None:
+        if self.bar is None:
+            self.bar = progress_bar(self.steps, "demo", initial=record["done"])
+        self.bar.show(record)
 
 
 @dataclass(kw_only=True)
@@ -42,7 +67,7 @@ class Demo:
                 'pip install "attractor-patch-networks[cli,train]"'
             ) from missing
         dataset = dataset_of(presets.tiny_apn())
-        with progress_bar(len(demo.MODELS) * self.steps, "demo") as report:
+        with training_bar(len(demo.MODELS) * self.steps) as report:
             result = demo.run(self.out, dataset, steps=self.steps, device=self.device, report=report, say=say)
         parts = (demo.story_lines, demo.table, demo.routing_table, demo.adaptation_table, demo.samples)
         print(*(part(result) for part in parts), sep="\n\n")

@@ -135,9 +135,14 @@ class Teach:
                 known += 1
                 continue
             count = f" {number} of {len(wanted)}" if len(wanted) > 1 else ""
-            with tqdm(unit="pass", desc=f"learning{count}", leave=False) as bar:
+            # nothing is counted before the first pass
+            with tqdm(unit="pass", leave=False, desc=f"preparing{count}", bar_format="{desc} ...") as bar:
 
-                def show(done: int, known: float, bar: Any = bar) -> None:
+                def show(done: int, known: float, bar: Any = bar, doing: str = f"learning{count}") -> None:
+                    if bar.total is None:
+                        bar.bar_format = None
+                        bar.set_description_str(doing, refresh=False)
+                        bar.reset(total=model.most_passes)  # its clock, too
                     bar.n = done
                     bar.set_postfix_str(f"{known:.0%} predicted")
 
@@ -200,7 +205,7 @@ class ListLessons:
 
     folder: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="FOLDER")]
     """What `attractor teach` or `Model.save` wrote."""
-    forget: Annotated[tuple[int, ...], otherwise("none", "NUMBERS")] = ()
+    forget: Annotated[tuple[int, ...] | None, otherwise("none", "NUMBERS")] = None
     """Numbers of lessons to take back: the model answers as if they had never been taught."""
     device: Device = None
 
@@ -209,7 +214,12 @@ class ListLessons:
             raise ValueError(self._why_none())
         lessons = self._read()
         known = {lesson["number"] for lesson in lessons}
-        if unknown := set(self.forget) - known:
+        if self.forget == ():
+            raise ValueError(
+                f"--forget names no lesson: give numbers, as in --forget {min(known, default=0)}; there are "
+                f"{sorted(known)}"
+            )
+        if unknown := set(self.forget or ()) - known:
             raise ValueError(f"there is no lesson {min(unknown)}; there are {sorted(known)}")
         if self.forget:
             from attractor.front import load
@@ -262,10 +272,11 @@ def described(lesson: "Lesson | Taught") -> str:
     """What became of a lesson, for a person."""
     verdict = "known" if lesson.known == 1 else "NOT KNOWN"
     now, before = getattr(lesson, "answered", None), getattr(lesson, "answered_before", None)
+    kept = f"{lesson.patches} patches, {lesson.bytes:,} bytes, " if lesson.known == 1 else ""
     parts = [
         f"lesson {lesson.number} about {lesson.subject!r}: {verdict}",
         f"  completes {lesson.known:.0%} of {len(lesson.forms)} forms, before {lesson.known_before:.0%}",
-        f"  {lesson.passes} passes, {lesson.patches} patches, {lesson.bytes:,} bytes, {lesson.seconds:.1f} s",
+        f"  {lesson.passes} passes, {kept}{lesson.seconds:.1f} s",
     ]
     if now is not None:
         parts.insert(2, f"  answers {now:.0%} when it is asked to finish them, before {before:.0%}")

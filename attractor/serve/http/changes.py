@@ -169,6 +169,9 @@ def add_lesson_routes(app: FastAPI, service: Service, settings: ServeSettings, c
     async def teach(form: LessonsForm, request: Request) -> Response:
         """Teach lessons. The reply comes when they are tested, and durable and in use if they are known.
 
+        With an idempotency key that was answered before it is that answer again (`repeated`), with the newest
+        version (`now`); `stands` of each lesson says whether it is there now, `kept` whether it was at first.
+
         With `Accept: text/event-stream` it is a stream of events that tell what is being done, and of which
         the last one is the reply or an error.
         """
@@ -299,10 +302,12 @@ def read_lessons(forms: Sequence[LessonForm], settings: ServeSettings) -> list[A
     if sentences > MOST_SENTENCES * settings.max_texts:
         most = MOST_SENTENCES * settings.max_texts
         raise Problem(422, f"{sentences} sentences; at most {most}: teach it in pieces", param="text")
-    try:
-        what = [each for form in forms for each in form.said.asked()]
-    except ValueError as error:
-        raise Problem(422, str(error), param="forms") from error
+    what: list[Asked] = []
+    for form in forms:
+        try:
+            what += form.said.asked()
+        except ValueError as error:
+            raise Problem(422, str(error), param="text" if form.forms is None else "forms") from error
     check_count("text", sum(len(each.forms) for each in what), settings)
     return what
 

@@ -140,6 +140,10 @@ def figures_of_none(lesson: Lesson, fields: dict[str, Any]) -> dict[str, Any]:
     return {**figures, "reason": f"{figures['reason']}. Nothing of it was kept"}
 
 
+class _Altered(ValueError):
+    """Why a file that has the form of one with lessons is none; clients are told that."""
+
+
 class Catalogue:
     """The writer changes it; others look at `shown`, which is replaced."""
 
@@ -226,18 +230,20 @@ def unpack(data: bytes, base: str) -> tuple[str, list[Delta]]:
         (length,) = struct.unpack("<Q", data[:8])
         header = parse_json(data[8 : 8 + length])["__metadata__"]
         if header["format"] != FORMAT:
-            raise ValueError(f"its format is {header['format']!r}, and this release reads {FORMAT!r}")
+            raise _Altered(f"its format is {header['format']!r}, and this release reads {FORMAT!r}")
         calibration = str(header["calibration"])
         tensors = load(data)
         sha256 = tensors_hash(tensors, header["base"] + calibration)
         if header.get("sha256", sha256) != sha256:  # earlier releases did not say it
-            raise ValueError("it is not what was exported: its hash differs")
+            raise _Altered("it is not what was exported: its hash differs")
         numbered = sorted((int(name), tensor) for name, tensor in tensors.items())
         deltas = [Delta.from_bytes(tensor.numpy().tobytes()) for _, tensor in numbered]
         if [lesson_in(delta).number for delta in deltas] != [number for number, _ in numbered]:
-            raise ValueError("its lessons are numbered wrongly")
-    except (SafetensorError, LookupError, TypeError, ValueError, RuntimeError, struct.error) as error:
+            raise _Altered("its lessons are numbered wrongly")
+    except _Altered as error:
         raise ValueError(f"this is no file of lessons: {error}") from error
+    except (SafetensorError, LookupError, TypeError, ValueError, RuntimeError, struct.error) as error:
+        raise ValueError("this is no file of lessons: send what an export gave") from error
     if header["base"] != base:
         raise ValueError(
             f"these lessons were taught to another base ({header['base'][:12]}, and this is {base[:12]}): "

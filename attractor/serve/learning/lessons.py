@@ -693,14 +693,16 @@ class LessonTeacher(Teacher):
     # --- answers and figures
 
     def _with_words(self, answer: dict[str, Any], subjects: Sequence[str] | None = None) -> dict[str, Any]:
-        """An answer with the subjects of its lessons: as they were asked for, or of those that are there."""
+        """An answer with the subjects of its lessons: as they were asked for, or of those that are there.
+
+        An answer that is given again also has to say which of its lessons are still there.
+        """
         described = []
         for place, one in enumerate(answer["lessons"]):
             entry = self.catalogue.entries.get(one.get("revises") if one["lesson"] is None else one["lesson"])
             subject = subjects[place] if subjects else entry and entry["subject"]
-            described.append(
-                {**one, "kept": one["lesson"] is not None, **({"subject": subject} if subject else {})}
-            )
+            told = {"kept": one["lesson"] is not None, "stands": one["lesson"] in self.catalogue.entries}
+            described.append({**one, **told, **({"subject": subject} if subject else {})})
         said = {name: all(one[name] for one in described) for name in ("known", "kept")}
         return {**answer, "lessons": described, **said}
 

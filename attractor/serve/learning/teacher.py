@@ -130,7 +130,7 @@ class Teacher:
         return {"key": key, "sender": sender, "content": None if key is None else content(*what)}
 
     def _known(self, key: str | None, sender: str | None, content: str | None) -> dict[str, Any] | None:
-        """The answer that was given to this key before."""
+        """The answer that was given to this key before, and the version that is there now."""
         if key is None or content is None:
             return None
         try:
@@ -138,7 +138,7 @@ class Teacher:
         except (OSError, StoreDamaged) as error:
             log.error("what was answered to a key cannot be read: %s", error)
             raise Unavailable("nothing was changed, because earlier answers cannot be read") from error
-        return None if answer is None else {**answer, "repeated": True}
+        return None if answer is None else {**answer, "repeated": True, "now": self.version}
 
     def _state_at(self, version: int) -> State:
         """What everything was like at a version that is kept."""
