@@ -4,7 +4,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attractor.continual.forms import about_each, asked_of, likely_subject, sentences_of
+from attractor.continual.forms import (
+    NUMBERED_WORDS,
+    WORDS_TOO,
+    about_each,
+    asked_of,
+    likely_subject,
+    sentences_of,
+    shared_subject,
+)
 
 WHO = st.sampled_from(
     ["Dr. Ada Holt", "J. Smith", "J. R. R. Tolkien", "Mr. and Mrs. Lund", "Prof. Dr. Åse Ek"]
@@ -13,6 +21,10 @@ WHERE = st.sampled_from(
     ["in St. Ives", "at No. 5", "near Mt. Erebus", "at 7 Main St.", "at home, e.g. in Oslo"]
 )
 SENTENCES = st.builds("{} lives {}.".format, WHO, WHERE).map(lambda said: said.replace("..", "."))
+NUMBERING = st.sampled_from(sorted(NUMBERED_WORDS - {"approx", "ca", "p"}))
+WORDS = st.sampled_from(
+    ["Symphony", "Oda", "Dr.", "St.", "No.", "no", "op.", "Vol", "5", "(7)", "is", "lasts", "the"]
+)
 TEXTS = st.lists(
     st.one_of(
         st.sampled_from(["Dr.", "St.", "J.", "No.", "5", "e.g.", "I.", "\n", '"', ")", "?", "Ann", "is"]),
@@ -67,3 +79,76 @@ def test_a_name_with_an_initial_is_one_subject_and_a_title_is_none() -> None:
     with pytest.raises(ValueError, match="name the subject"):
         likely_subject("The Dr. is in.")
     assert asked_of(("", "Ann works for Dr. J. Smith."), "Ann") == (("Ann works for", " Dr. J. Smith"),)
+
+
+@given(
+    thing=st.sampled_from(["Symphony", "Opus", "Route", "Bus", "Grand Trunk Road"]),
+    short=NUMBERING,
+    is_capital=st.booleans(),
+    stop=st.sampled_from(["", "."]),
+    number=st.integers(min_value=0).map(str),
+    said=st.sampled_from(["lasts 40 minutes", "is long", "by Oda was heard by no one", "leads to Oslo"]),
+)
+def test_a_subject_with_a_number_has_all_of_it(
+    thing: str, short: str, is_capital: bool, stop: str, number: str, said: str
+) -> None:
+    """Without the number it would be every symphony that has one."""
+    short = (short.capitalize() if is_capital else short) + stop
+    name = f"{thing} {short} {number}"
+    expected = "Oda" if "was" in said else name  # what stands next to its verb
+    assert likely_subject(f"{name} {said}.") == expected
+    assert about_each(f"{name} {said}.") == ({expected: [f"{name} {said}."]}, 0)
+    assert shared_subject([(f"{name} lasts", " long"), (f"{name} is by", " Oda")]) == name
+    with pytest.raises(ValueError, match="name the subject"):
+        shared_subject([(f"{name} lasts", " long"), (f"{thing} {short} {int(number) + 1} is by", " Oda")])
+    if is_capital and (stop or short.casefold() not in WORDS_TOO):
+        with pytest.raises(ValueError, match="name the subject"):
+            likely_subject(f"{thing} {short} lasts")
+
+
+@given(words=st.lists(WORDS, min_size=1))
+def test_no_subject_ends_where_its_number_is_missing(words: list[str]) -> None:
+    """Nor is an abbreviation alone a subject."""
+    try:
+        subject = likely_subject(" ".join(words))
+    except ValueError:
+        return
+    assert subject.split()[-1].strip(".,()").casefold() not in NUMBERED_WORDS
+    assert subject.casefold().rstrip(".") not in ("dr", "st")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The Mt. is high.",
+        "St. is short.",
+        "Inc. is a magazine.",
+        "Our bus no. is 5.",
+        "Symphony No. (5) lasts.",
+    ],
+)
+def test_an_abbreviation_alone_is_no_subject(text: str) -> None:
+    with pytest.raises(ValueError, match="name the subject"):
+        likely_subject(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "subject"),
+    [
+        ("Jan is in Oslo.", "Jan"),
+        ("Al lives here.", "Al"),
+        ("My rep is late.", "My rep"),
+        ("Ada P. is tall.", "Ada P"),
+        ("Mill St. is long.", "Mill St"),
+        ("Symphony No. 5's length is known.", "Symphony No. 5"),
+        ("Bergen ca. 1300 was small.", "Bergen"),
+    ],
+)
+def test_names_that_look_like_abbreviations(text: str, subject: str) -> None:
+    assert likely_subject(text) == subject
+
+
+def test_what_two_forms_share_is_more_than_an_abbreviation() -> None:
+    assert shared_subject([("", "Ada sings no song."), ("", "Ada sings no hymn.")]) == "Ada sings"
+    with pytest.raises(ValueError, match="share 'Dr', which is no name: name the subject"):
+        shared_subject([("", "Dr. Ada sings."), ("", "Dr. Bo dances.")])
