@@ -41,6 +41,26 @@ def test_abbreviations_end_no_sentence(said: list[str], small: str) -> None:
     assert sentences_of(" ".join(expected)) == expected
 
 
+@given(
+    before=st.sampled_from(["Ada sails at 6", "It opens at 10", "He lives"]),
+    short=st.sampled_from(
+        ["p.m.", "a.m.", "P.M.", "in the U.S.", "a.k.a.", "at 7 Main St.", "on Mt.", "by Ft.", "at Acme Inc."]
+    ),
+    small=st.sampled_from(["every day.", "in York.", "(in summer) and it is late.", "is what he says."]),
+    after=st.sampled_from(["He sings.", "It rains!", "5 others came."]),
+)
+def test_a_sentence_goes_on_before_a_small_letter(before: str, short: str, small: str, after: str) -> None:
+    said = f"{before} {short} {small}"
+    assert sentences_of(f"{said} {after}") == [said, after]
+    assert sentences_of(f"{before} {short} {after}") == [f"{before} {short}", after]
+
+
+def test_a_time_is_answered_with_what_follows_it() -> None:
+    text = "The ferry Grimsund sails to Bergen at 6 p.m. every day."
+    assert about_each(text) == ({"Grimsund": [text]}, 0)
+    assert asked_of(("", text), "Grimsund")[-1] == (text[:37], text[37:-1])
+
+
 @given(text=TEXTS)
 def test_no_word_is_lost_and_none_comes_twice(text: str) -> None:
     """Spaces, and quotation marks and brackets that close a sentence, are all that may go."""

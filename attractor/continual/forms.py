@@ -37,7 +37,7 @@ WORDS_TOO = ("al", "art", "fig", "jan", "mar")
 SUFFIXES = ("inc", "ltd", "co", "corp", "bros", "jr", "etc", "al", "dept")
 """Their full stop ends no sentence where a small letter follows."""
 PLACES = ("st", "mt", "ft")
-"""Their full stop ends no sentence where a name follows, as with an initial."""
+"""Their full stop ends no sentence where a name or a small letter follows."""
 INITIALS = re.compile(r"[^\W\d_](?:\.-?[^\W\d_])*")
 NEAR = 64
 """Characters around a full stop that tell what it ends."""
@@ -406,9 +406,10 @@ def goes_on(text: str, end: int, start: int) -> bool:
         return True
     if short in NUMBERED_WORDS and following[:1].isdigit():
         return True
-    if short in SUFFIXES:
-        return following[:1].islower()
-    is_initial = word[-1:].isupper() and word != "I" and INITIALS.fullmatch(word)
+    letters = INITIALS.fullmatch(word)  # "J", "p.m" or "U.S"
+    if following[:1].islower():
+        return short in SUFFIXES or short in PLACES or bool(letters and len(word) > 1)
+    is_initial = letters and word[-1:].isupper() and word != "I"
     if short not in PLACES and not is_initial:
         return False
     return following[:1].isupper() and following.split()[0].rstrip(PUNCTUATION).lower() not in SMALL_WORDS
