@@ -415,28 +415,30 @@ def goes_on(text: str, end: int, start: int) -> bool:
     return following[:1].isupper() and following.split()[0].rstrip(PUNCTUATION).lower() not in SMALL_WORDS
 
 
-def about_each(text: str, subject: str | None = None) -> tuple[dict[str, list[str]], int]:
-    """The sentences of a text by what they seem to be about, and how many of them do not tell.
+def about_each(text: str, subject: str | None = None) -> tuple[dict[str, list[str]], list[str]]:
+    """The sentences of a text by what they seem to be about, and those that do not tell.
 
-    With a subject they are those that name it, and how many do not.
+    With a subject they are those that name it, and those that do not.
 
     >>> about_each("Ada lives in Oslo. She is tall. Bram is in Peru. Today Ada sings.")
-    ({'Ada': ['Ada lives in Oslo.', 'Today Ada sings.'], 'Bram': ['Bram is in Peru.']}, 1)
+    ({'Ada': ['Ada lives in Oslo.', 'Today Ada sings.'], 'Bram': ['Bram is in Peru.']}, ['She is tall.'])
     """
     if subject is not None:
-        sentences = sentences_of(text)
-        named = [sentence for sentence in sentences if any(places_of(subject, sentence))]
-        return {subject: named} if named else {}, len(sentences) - len(named)
+        named: list[str] = []
+        others: list[str] = []
+        for sentence in sentences_of(text):
+            (named if any(places_of(subject, sentence)) else others).append(sentence)
+        return {subject: named} if named else {}, others
     found: dict[str, list[str]] = {}
     names: dict[str, str] = {}  # however it is written
-    left_out = 0
+    left_out: list[str] = []
     for sentence in sentences_of(text):
         try:
             name = likely_subject(sentence)
         except ValueError:
             name = ""
         if not name or not asked_of(("", sentence), name):
-            left_out += 1
+            left_out.append(sentence)
             continue
         found.setdefault(names.setdefault(name.casefold(), name), []).append(sentence)
     return found, left_out
