@@ -323,6 +323,22 @@ def test_a_model_of_our_own_is_asked_taught_and_inspected(text, capsys, monkeypa
     assert not (text.parent / "runs" / "c").exists()
 
 
+def test_sentences_of_a_file_that_are_left_out_are_shown(tmp_path, capsys):
+    from attractor.cli.lessons import Teach
+
+    notes = tmp_path / "notes.txt"
+    notes.write_text(f"Ada lives in Oslo. She is \x1b[2Jtall. They are {'very ' * 40}old.")
+    assert Teach(model="m", file=notes)._lessons() == [(["Ada lives in Oslo."], "Ada")]
+    title, short, long = capsys.readouterr().out.splitlines()
+    assert title == f"{notes}: sentences left out, as they do not tell what they are about: 2"
+    assert short == r"  'She is \x1b[2Jtall.'"
+    assert long.startswith("  'They are very very ")
+    assert long.endswith("' ...")
+    assert len(long) < 100
+    Teach(model="m", file=notes, subject="Ada")._lessons()
+    assert "left out, as they do not name 'Ada': 2\n" in capsys.readouterr().out
+
+
 def test_forms_of_a_lesson_in_a_file(tmp_path):
     from attractor.cli.lessons import Teach
 

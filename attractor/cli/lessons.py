@@ -10,7 +10,7 @@ import tyro
 
 from attractor.cli.common import AnyModel, Device, ModelName, has_overlays, otherwise
 from attractor.config import check_size
-from attractor.continual.forms import about_each, check_forms
+from attractor.continual.forms import SHOWN, about_each, check_forms
 from attractor.corpora import read_file
 from attractor.files import alone_with, check_hashes, parse_json, recover_folder
 
@@ -322,7 +322,10 @@ def read_text(path: Path, subject: str | None) -> list[tuple[list[Any], str | No
     """The lessons of a text: one about the subject, or one for each thing that its sentences are about."""
     found, left_out = about_each("".join(read_file(path)), subject)
     if left_out:
-        print(f"{path}: sentences left out, as they do not tell what they are about: {left_out}")
+        why = "tell what they are about" if subject is None else f"name {subject[:SHOWN]!r}"
+        print(f"{path}: sentences left out, as they do not {why}: {len(left_out)}")
+    for sentence in left_out:  # quoted, so that no control character of the file reaches a terminal
+        print(f"  {sentence[:SHOWN]!r}{' ...' if len(sentence) > SHOWN else ''}")
     return [(list(sentences), about) for about, sentences in found.items()]
 
 

@@ -27,13 +27,17 @@ dr mr mrs ms mx messrs prof rev hon fr capt cmdr col gen lt maj sgt gov sen rep 
 """A name follows them, so their full stop ends no sentence; nor does that of LATIN."""
 LATIN = ("e.g", "i.e", "cf", "vs", "viz")
 NUMBERED = """
-no nos nr vol vols p pp fig figs ch sec art approx ca jan feb mar apr jun jul aug sep sept oct nov dec
+no nos nr op vol vols p pp fig figs ch sec art approx ca jan feb mar apr jun jul aug sep sept oct nov dec
 """
-"""Their full stop ends no sentence where a number follows."""
+"""Their full stop ends no sentence where a number follows, and no subject ends with them."""
+ABOUT = ("approx", "ca")
+"""What they number is no name: "Oslo ca. 1300"."""
+WORDS_TOO = ("al", "art", "fig", "jan", "mar")
+"""Names, or words of their own: without a full stop they are no abbreviations."""
 SUFFIXES = ("inc", "ltd", "co", "corp", "bros", "jr", "etc", "al", "dept")
 """Their full stop ends no sentence where a small letter follows."""
 PLACES = ("st", "mt", "ft")
-"""Their full stop ends no sentence where a name follows, as with an initial."""
+"""Their full stop ends no sentence where a name or a small letter follows."""
 INITIALS = re.compile(r"[^\W\d_](?:\.-?[^\W\d_])*")
 NEAR = 64
 """Characters around a full stop that tell what it ends."""
@@ -43,6 +47,7 @@ MOST_WORDS, LONGEST_SUBJECT = 200, 12
 """A shared subject is looked for among the first words of a form, and has at most so many."""
 SMALL_WORDS, VERB_WORDS = frozenset(SMALL.split()), frozenset(VERBS.split())
 TITLE_WORDS, NUMBERED_WORDS = frozenset(TITLES.split()), frozenset(NUMBERED.split())
+SHORT_WORDS = TITLE_WORDS | NUMBERED_WORDS | {*LATIN, *SUFFIXES, *PLACES}
 Form = str | tuple[str, str]
 """A sentence, or a prompt and the answer that is to follow it."""
 
@@ -134,6 +139,7 @@ class Word(NamedTuple):
     start: int
     end: int
     closes: bool  # whether punctuation follows, and so a clause ends
+    stops: bool  # whether a full stop does, of an abbreviation perhaps
 
     @property
     def is_small(self) -> bool:
@@ -142,6 +148,18 @@ class Word(NamedTuple):
     @property
     def is_title(self) -> bool:
         return self.text[0].isupper() and self.text.casefold() in TITLE_WORDS
+
+    @property
+    def is_numbering(self) -> bool:
+        """One like "No." or "Vol.", that says nothing without the number after it."""
+        return self.is_short and self.text.removesuffix("'s").casefold() in NUMBERED_WORDS
+
+    @property
+    def is_short(self) -> bool:
+        """An abbreviation that is listed here; "P." is an initial, "Jan" somebody and "my rep" a person."""
+        plain = self.text.removesuffix("'s").casefold()
+        is_word = plain in WORDS_TOO or (self.text[0].islower() and plain not in NUMBERED_WORDS)
+        return plain in SHORT_WORDS and self.text != "P" and (self.stops or not is_word)
 
     @property
     def is_telling(self) -> bool:
@@ -159,8 +177,25 @@ def words_in(text: str) -> list[Word]:
             closes = (
                 end < match.end() and text[end] in CLOSING and not goes_on(text, match.end(), match.end())
             )
-            found.append(Word(core, start, end, closes))
+            found.append(Word(core, start, end, closes, text[end : end + 1] == "."))
     return found
+
+
+def names_something(words: Sequence[Word]) -> bool:
+    """Whether words can be a subject: more than "Dr.", and not "Symphony No." without its number."""
+    return not words[-1].is_numbering and not all(word.is_small or word.is_short for word in words)
+
+
+def has_number(words: Sequence[Word], number: int, text: str) -> bool:
+    """Whether words like "No." and "5" stand at this place and the next."""
+    if number + 1 >= len(words):
+        return False
+    short, digits = words[number], words[number + 1]
+    return (
+        short.text.casefold() in NUMBERED_WORDS
+        and digits.text[0].isdigit()
+        and text[short.end : digits.start].removeprefix(".").isspace()
+    )
 
 
 def places_of(subject: str, text: str) -> Iterator[tuple[int, int]]:
@@ -279,7 +314,7 @@ def shared_subject(forms: Sequence[tuple[str, str]]) -> str:
         return likely_subject(texts[0])
     shortest = min(texts, key=len)
     words = words_in(shortest)[:MOST_WORDS]
-    best, is_shared = "", False
+    best, cut, is_shared = "", "", False
     for first, word in enumerate(words):
         for last in reversed(words[first : first + LONGEST_SUBJECT]):
             piece = shortest[word.start : last.end]
@@ -288,6 +323,13 @@ def shared_subject(forms: Sequence[tuple[str, str]]) -> str:
             if last.is_small or word.text.lower() in ARTICLES:
                 continue
             if all(any(places_of(piece, text)) for text in texts):
+                place = words.index(last)
+                is_cut = has_number(words, place, shortest)
+                if is_cut or not names_something(words[first : place + 1]):
+                    cut = cut or piece
+                    if is_cut or last.stops:
+                        break  # "Symphony" is not what "Symphony No. 5" and "Symphony No. 6" are about
+                    continue
                 is_shared = True
                 if all(asked_of(form, piece) for form in forms):
                     best = piece
@@ -297,6 +339,8 @@ def shared_subject(forms: Sequence[tuple[str, str]]) -> str:
             "nothing follows what the forms of the lesson share, so nothing is said of it: name what they "
             "are about first, or name the subject"
         )
+    if not best and cut:
+        raise ValueError(f"the forms of the lesson share {cut[:SHOWN]!r}, which is no name: name the subject")
     if not best:
         raise ValueError("the forms of the lesson share no words: name the subject")
     return best
@@ -309,27 +353,26 @@ def likely_subject(text: str) -> str:
     'Cafe Lumen'
     >>> likely_subject("My dog is called Biscuit.")
     'My dog'
+    >>> likely_subject("Symphony No. 5 by Oda Lindqvist lasts 40 minutes.")
+    'Symphony No. 5'
     """
     words = words_in(text)
     verb = next((number for number, word in enumerate(words) if word.text.lower() in VERB_WORDS), None)
     before = words[:verb]
     names: list[list[Word]] = []
     for number, word in enumerate(before):
+        joins = names and names[-1][-1] is before[number - 1] and not before[number - 1].closes
         is_name = word.text[:1].isupper() and not word.is_small and not word.is_title
-        if (
-            is_name
-            and number
-            and names
-            and names[-1][-1] is before[number - 1]
-            and not before[number - 1].closes
-        ):
+        is_numbering = has_number(before, number, text) and word.text not in ABOUT
+        is_number = number > 0 and has_number(before, number - 1, text)
+        if joins and (is_name or is_numbering or is_number):
             names[-1].append(word)
         elif is_name:
             names.append([word])
     chosen = (names[-1] if verb is not None else names[0]) if names else []
     if not chosen and verb is not None:
         chosen = before[1:] if before and before[0].text.lower() in ARTICLES else before
-    if not chosen or all(word.is_small or word.is_title for word in chosen):
+    if not chosen or not names_something(chosen):
         raise ValueError(
             "one form alone does not tell what it is about: name the subject, or give a second form"
         )
@@ -363,36 +406,39 @@ def goes_on(text: str, end: int, start: int) -> bool:
         return True
     if short in NUMBERED_WORDS and following[:1].isdigit():
         return True
-    if short in SUFFIXES:
-        return following[:1].islower()
-    is_initial = word[-1:].isupper() and word != "I" and INITIALS.fullmatch(word)
+    letters = INITIALS.fullmatch(word)  # "J", "p.m" or "U.S"
+    if following[:1].islower():
+        return short in SUFFIXES or short in PLACES or bool(letters and len(word) > 1)
+    is_initial = letters and word[-1:].isupper() and word != "I"
     if short not in PLACES and not is_initial:
         return False
     return following[:1].isupper() and following.split()[0].rstrip(PUNCTUATION).lower() not in SMALL_WORDS
 
 
-def about_each(text: str, subject: str | None = None) -> tuple[dict[str, list[str]], int]:
-    """The sentences of a text by what they seem to be about, and how many of them do not tell.
+def about_each(text: str, subject: str | None = None) -> tuple[dict[str, list[str]], list[str]]:
+    """The sentences of a text by what they seem to be about, and those that do not tell.
 
-    With a subject they are those that name it, and how many do not.
+    With a subject they are those that name it, and those that do not.
 
     >>> about_each("Ada lives in Oslo. She is tall. Bram is in Peru. Today Ada sings.")
-    ({'Ada': ['Ada lives in Oslo.', 'Today Ada sings.'], 'Bram': ['Bram is in Peru.']}, 1)
+    ({'Ada': ['Ada lives in Oslo.', 'Today Ada sings.'], 'Bram': ['Bram is in Peru.']}, ['She is tall.'])
     """
     if subject is not None:
-        sentences = sentences_of(text)
-        named = [sentence for sentence in sentences if any(places_of(subject, sentence))]
-        return {subject: named} if named else {}, len(sentences) - len(named)
+        named: list[str] = []
+        others: list[str] = []
+        for sentence in sentences_of(text):
+            (named if any(places_of(subject, sentence)) else others).append(sentence)
+        return {subject: named} if named else {}, others
     found: dict[str, list[str]] = {}
     names: dict[str, str] = {}  # however it is written
-    left_out = 0
+    left_out: list[str] = []
     for sentence in sentences_of(text):
         try:
             name = likely_subject(sentence)
         except ValueError:
             name = ""
         if not name or not asked_of(("", sentence), name):
-            left_out += 1
+            left_out.append(sentence)
             continue
         found.setdefault(names.setdefault(name.casefold(), name), []).append(sentence)
     return found, left_out

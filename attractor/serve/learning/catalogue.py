@@ -90,7 +90,7 @@ def from_text(text: str, subject: str | None = None) -> list[Asked]:
     if not found:
         raise ValueError("the text does not tell what it is about: give a subject that stands in it")
     first, *others = [asked(sentences, name) for name, sentences in found.items()]
-    return [first._replace(left_out=left_out), *others]
+    return [first._replace(left_out=len(left_out)), *others]
 
 
 def spaced(pair: tuple[str, str]) -> tuple[str, str]:
