@@ -52,8 +52,11 @@ def assert_kernels_fit(cases: list[Case], kernels: set[str], how: tuple[str, ...
 
 
 @needs_triton
-def test_every_kernel_fits() -> None:
-    assert_kernels_fit([*CASES, (90, 32, "bfloat16", 256)], KERNELS)
+@pytest.mark.parametrize("capability", [80, 86, 90])
+def test_every_kernel_fits(capability: int) -> None:
+    cases = [case for case in [*CASES, (90, 32, "bfloat16", 256)] if case[0] == capability]
+    assert cases
+    assert_kernels_fit(cases, KERNELS)
 
 
 @needs_triton
