@@ -130,7 +130,7 @@ class Serve:
                 print(service.store.recovered)
 
             def announce(port: int) -> None:
-                # what is loaded stays: to look through it again held up every text for a fifth of a second
+                # what is loaded stays: to look through all of it again would hold up every text
                 gc.collect()
                 gc.freeze()
                 print(f"{service.name}, version {service.version}, paths: {', '.join(service.paths())}")

@@ -157,8 +157,6 @@ class Shape(NamedTuple):
     @property
     def tile(self) -> int:
         """Pairs in a tile: about what a patch has, so that tiles are full."""
-        if "BM" in TRIED.get("plan", {}):
-            return TRIED["plan"]["BM"]
         pairs = self.n * self.k // self.K
         return 16 if pairs <= 16 else 32 if pairs <= 32 else 64  # so that torch.compile needs few guards
 
@@ -170,7 +168,7 @@ class Shape(NamedTuple):
 
     @property
     def segment(self) -> int:
-        if "SEGMENT" in TRIED.get("plan", {}):
+        if "plan" in TRIED:
             return TRIED["plan"]["SEGMENT"]
         return LONG_SEGMENT if self.busy else SEGMENT
 

@@ -30,7 +30,10 @@ WAVE = 264
 
 
 def gather_blocks(shape: Shape, most: int = 8192, of_a_warp: int = 512) -> dict[str, int]:
-    """A whole row of up to 1024 channels to a program, and a few such rows: numbers of a block and a warp."""
+    """A whole row of up to 1024 channels to a program, and a few such rows, of `most` numbers together.
+
+    A warp takes `of_a_warp` channels of a row.
+    """
     BD = min(1024, power(shape.d, 16))
     warps = max(1, min(4, BD // of_a_warp))
     return {"BR": min(power(shape.r), max(1, most // BD)), "BD": BD, "num_warps": warps}
